@@ -45,7 +45,7 @@ GRACE_S = 8.0  # for pytest to end what its tests have started
 TAIL_CHARACTERS = 6000
 LAYOUTS, RUNS = "tests/gpu/test_layouts_nccl.py", "tests/gpu/test_one_card_runs.py"
 TRANSPORT = "tests/contracts/test_weight_transport.py"
-PROBE = "tests/unit/launch/test_broadcast_probe.py"
+PROBE = "tests/unit/launch/test_doctor_command.py"
 PASSED, FAILED, TOO_LONG, SKIPPED = "passed", "failed", "too long", "skipped"
 MACHINE = """
 import json, os, torch

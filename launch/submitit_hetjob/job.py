@@ -36,7 +36,7 @@ from rlhpc.protocol.errors import ConfigError
 # Every private part of submitit that the heterogeneous executor depends on, each behind our own name.
 #
 # Nothing else in this package uses a submitit name that begins with an underscore, except by overriding it in a
-# subclass of a class defined here.  tests/unit/launch/test_het_executor_seams.py checks each seam against the
+# subclass of a class defined here.  tests/unit/launch/test_executor_parts.py checks each seam against the
 # installed version; importing this module refuses any version but 1.5.
 
 

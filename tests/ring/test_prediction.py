@@ -14,7 +14,7 @@ from tests.ring.run_kit import rlhpc, summary_of
 from tests.ring.timed_runs import TRAINED_TOKEN_S, make_timed_lab, slow_trainers, timed_run
 
 pytestmark = [pytest.mark.ring, pytest.mark.long]
-OFF_BY = 0.35  # of machines that are busy; what was recorded on quiet ones is in test_predict_command.py
+OFF_BY = 0.35  # of machines that are busy; what was recorded on quiet ones is in test_job_script.py
 
 
 def step_s(layout: RunLayout) -> float:

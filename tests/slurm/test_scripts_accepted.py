@@ -18,7 +18,7 @@ from launch.private_slurm.processes import slurm_user
 from launch.private_slurm.shape import ClusterShape, NodeGroup, Partition
 from rlhpc.protocol.errors import RoleFailed
 from tests.slurm.cluster_kit import MakeCluster
-from tests.unit.launch.regenerate_scripts import PAIRS, Pair
+from tests.unit.launch.site_kit import PAIRS, Pair
 
 GIB = 1024
 WEEK = 7 * 24 * 60  # min

@@ -1,26 +1,38 @@
-"""Run directories of every standing, made by the code that makes them in earnest; and a squeue that prints a record.
-
-What it prints was recorded from Slurm 22.05, 24.11 and 26.05, which print the same: `record` fills ids, states and
-directories in.
-"""
+"""Run directories of every standing, made by the code that makes them; launchers, texts, and a recorded squeue."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from launch.run_directory.begin_attempt import begin_attempt
+from launch.run_directory.owner import ProcessIdentity
 from launch.run_directory.prepare import AttemptStart, note_attempt, prepare_run_dir_for_jobs
 from launch.run_files.records import JobRecord, write_job_record
 from launch.run_files.run_state import EventLog
 from rlhpc.base.files import write_atomically
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.protocol.types import SamplingParams
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams, ScoredRollout, Verdict
 from rlhpc.roles.controller.dispatcher import ProcessRegistry
 from rlhpc.roles.controller.run_status import StatusBoard
+from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.launch.site_kit import config_of
+
+# -------------------- Run directories of every standing, made by the code that makes them in earnest; and a squeue that
 
 
 class Runs:
@@ -116,3 +128,125 @@ def age(path: Path, seconds: float) -> None:
 
     moment = time.time() - seconds
     os.utime(path, (moment, moment))
+
+
+# ------------------------------------ Launchers of runs, as files and processes: one that lives, one of another machine
+
+
+@contextmanager
+def living_launcher(layout: RunLayout) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own that stands in launcher.json."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    identity = ProcessIdentity.of(process.pid)
+    assert identity is not None
+    layout.launcher.write_text(json.dumps(identity.to_json()))
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def launcher_elsewhere(layout: RunLayout) -> None:
+    """Write the name of a launcher on another machine."""
+    record = {"host": "another-host", "boot_id": "of another machine", "pid": 1, "start_ticks": 1}
+    layout.launcher.write_text(json.dumps(record))
+
+
+@contextmanager
+def controller_elsewhere(layout: RunLayout) -> Iterator[None]:
+    """launcher_elsewhere, and a status.json that is written again and again."""
+    launcher_elsewhere(layout)
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.wait(0.05):
+            layout.status.write_text("{}")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        writer.join()
+
+
+# ----------------------- Run directories with texts in them: a byte-level tokenizer beside them, and groups that a test
+
+EOS = "<eos>"
+
+
+def make_tokenizer(model_dir: Path) -> Tokenizer:
+    """Bytes are tokens, as in the tokenizers of most models, and one token ends."""
+    model_dir.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS])
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    return tokenizer
+
+
+class TextRun:
+    """A run whose groups say what a test wants."""
+
+    def __init__(self, root: Path, *overrides: str) -> None:
+        root.mkdir()
+        self.model = root / "model"
+        self.tokenizer = make_tokenizer(self.model)
+        self.layout = RunLayout(root / "run")
+        for directory in (self.layout.root, self.layout.rollouts):
+            directory.mkdir()
+        words = (f"run.directory={self.layout.root}", f"model.path={self.model}", "admission.group_size=2")
+        self.config = config_of(*words, "admission.groups_per_step=2", "trainer.warmup_steps=0", *overrides)
+        write_resolved(self.config, self.layout, "")
+        self._num_groups = self._num_segments = 0
+
+    def tokens(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text).ids, np.int32)
+
+    def group(
+        self, prompt: str, completions: Sequence[tuple[str, float]], *, step: int = -1, task: str = "adding"
+    ) -> ResolvedGroup:
+        """Of completions with their rewards; a negative reward is a failed verifier.  step −1: dropped."""
+        number, self._num_groups = self._num_groups, self._num_groups + 1
+        asked = Prompt(number, task, self.tokens(prompt), "#### 7")
+        members = [self._scored(number, index, asked, *each) for index, each in enumerate(completions)]
+        group = RolloutGroup(number, asked, max(0, step - 1), tuple(members))
+        if step < 0:
+            return ResolvedGroup(group, drop_reason=DropReason.NO_SPREAD)
+        return ResolvedGroup(group, step, trained_version=step, applied=True)
+
+    def _scored(self, group_id: int, index: int, prompt: Prompt, text: str, reward: float) -> ScoredRollout:
+        token_ids = self.tokens(text + EOS)
+        verdict = Verdict.VERIFIER_ERROR if reward < 0 else Verdict.CORRECT if reward > 0.5 else Verdict.WRONG
+        rollout = Rollout(
+            group_id,
+            index,
+            prompt,
+            token_ids,
+            -np.linspace(0, 2, len(token_ids), dtype=np.float32),
+            np.sort(np.arange(len(token_ids), dtype=np.int32) % 3),
+            np.ones(len(token_ids), np.bool_),
+            FinishReason.STOP,
+        )
+        return ScoredRollout(rollout, reward, verdict, {"answer": reward}, f"extracted {index}")
+
+    def seal(self, groups: Iterable[ResolvedGroup]) -> None:
+        """Into one segment more."""
+        writer = SegmentWriter(
+            self.layout.rollouts,
+            self._num_segments,
+            run_name="seen",
+            run_attempt=0,
+            max_groups=1_000_000,
+            max_s=60.0,
+            clock=ManualClock(),
+        )
+        for resolved in groups:
+            writer.add(resolved)
+        writer.seal_all()
+        self._num_segments = writer.next_index

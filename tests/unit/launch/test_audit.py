@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 
 from launch.cli import main
-from launch.verify.audit import as_table, audit_run
+from launch.commands.submit import Submission, submit_checked
+from launch.plan.jobs import plan_jobs
+from launch.run_directory.prepare import NEWEST, ResumePoint
+from launch.verify.audit import as_table, audit_run, look_before_going_on
 from launch.verify.evidence import Depth
 from launch.verify.report import Audit, Check, CheckVerdict
 from launch.verify.steps import compare, describe
@@ -26,13 +29,26 @@ from launch.verify.timeline import EventEvidence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import ResolvedGroup
 from rlhpc.buffer.history import Admitted, Began, GroupEventLog, Taken, Trained, event_paths
-from rlhpc.buffer.journal import read_journals
+from rlhpc.buffer.journal import journal_paths, read_journals, read_rollout_rows
 from rlhpc.buffer.segments import segment_paths
-from rlhpc.protocol.errors import EXIT_CONFIG
+from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
 from rlhpc.training.checkpoint_directory import KnownCheckpoints
 from tests.unit.buffer.rollout_samples import make_scored
-from tests.unit.launch.audit_mutations import MUTATIONS, Falsified, edit_checkpoint, edit_events, edit_segment
-from tests.unit.launch.audit_runs import AuditedRun, Killed, live_through
+from tests.unit.launch.audit_kit import (
+    MUTATIONS,
+    AuditedRun,
+    Falsified,
+    Killed,
+    a_checkpoint_opens_a_trained_group,
+    a_line_is_gone,
+    edit_checkpoint,
+    edit_events,
+    edit_segment,
+    live_through,
+)
+from tests.unit.launch.site_kit import site_of
+
+# -------------------- `rlhpc audit RUN_DIR` finds nothing in any history of the real buffer, and whatever was falsified
 
 QUICK, FULL = Depth(is_quick=True), Depth()
 BEFORE_A_RESUME = Depth(is_quick=True, last_segments=1)
@@ -88,7 +104,7 @@ def killed_run(root: Path, seed: int) -> RunLayout:
     [range(10), *(pytest.param(range(first, first + 30), marks=pytest.mark.long) for first in range(10, 190, 30))],
     ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}",
 )
-def test_no_history_of_the_real_buffer_is_accused_whenever_it_is_killed(tmp_path: Path, seeds: range) -> None:
+def test_no_history_of_the_real_buffer_is_accused_whenever_it_is_killed(tmp_path, seeds):
     for seed in seeds:
         run = AuditedRun(tmp_path / str(seed), seed)
 
@@ -108,9 +124,7 @@ def test_no_history_of_the_real_buffer_is_accused_whenever_it_is_killed(tmp_path
     "seeds", [range(12), pytest.param(range(12, 150), marks=pytest.mark.long)], ids=lambda seeds: f"{seeds.start}-"
 )
 @pytest.mark.timeout(900)  # over a second a seed on a busy machine
-def test_a_run_whose_journal_was_damaged_between_two_attempts_tells_a_history_that_is_right(
-    tmp_path: Path, seeds: range
-) -> None:
+def test_a_run_whose_journal_was_damaged_between_two_attempts_tells_a_history_that_is_right(tmp_path, seeds):
     for seed in seeds:
         run = AuditedRun(tmp_path / str(seed), seed, every_steps=NO_CHECKPOINT if seed % 2 else 3)
         for _ in range(2):
@@ -128,7 +142,7 @@ def test_a_run_whose_journal_was_damaged_between_two_attempts_tells_a_history_th
         assert not broken, f"seed {seed}\n{as_table(run.layout, audit)}"
 
 
-def test_what_a_killed_run_holds_is_counted(tmp_path: Path) -> None:
+def test_what_a_killed_run_holds_is_counted(tmp_path):
     audit = assert_clean(killed_run(tmp_path / "run", 2))
     assert audit.places["trained"] > 0
     assert audit.places["in_flight"] + audit.places["buffered"] > 0
@@ -136,7 +150,7 @@ def test_what_a_killed_run_holds_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [2, 5])
-def test_admissions_that_a_kill_cut_off_are_written_down_by_the_next_attempt(tmp_path: Path, seed: int) -> None:
+def test_admissions_that_a_kill_cut_off_are_written_down_by_the_next_attempt(tmp_path, seed):
     """Rollouts are on disk before the events of the same commit, and may be those of the youngest group alone."""
     layout = killed_run(tmp_path / "run", seed)
     events = layout.rollouts / "events_000000.jsonl"
@@ -154,7 +168,7 @@ def test_admissions_that_a_kill_cut_off_are_written_down_by_the_next_attempt(tmp
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> list[RunLayout]:
+def originals(tmp_path_factory) -> list[RunLayout]:
     """Complete in one go, complete after kills, and killed."""
     root = tmp_path_factory.mktemp("originals")
     layouts = [
@@ -177,7 +191,7 @@ def copy_run(layout: RunLayout, copy: RunLayout) -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
-def test_whatever_is_falsified_is_named(originals: list[RunLayout], mutation: Mutation, tmp_path: Path) -> None:
+def test_whatever_is_falsified_is_named(originals, mutation, tmp_path):
     """With every checksum as it should be."""
     num_applied = 0
     for number, layout in enumerate(originals):
@@ -203,7 +217,7 @@ def is_named(falsified: Falsified, audit: Audit) -> bool:
     )
 
 
-def test_a_sample_outside_its_group_is_named_once(originals: list[RunLayout], tmp_path: Path) -> None:
+def test_a_sample_outside_its_group_is_named_once(originals, tmp_path):
     copy = RunLayout(tmp_path / "run")
     copy_run(originals[0], copy)
 
@@ -218,7 +232,7 @@ def test_a_sample_outside_its_group_is_named_once(originals: list[RunLayout], tm
     assert re.fullmatch(r"group \d+: sample 9 of a group of \d", text)
 
 
-def test_damage_is_named_by_file(originals: list[RunLayout], tmp_path: Path) -> None:
+def test_damage_is_named_by_file(originals, tmp_path):
     copy = RunLayout(tmp_path / "run")
     copy_run(originals[1], copy)
     path = segment_paths(copy.rollouts)[0]
@@ -233,9 +247,7 @@ def test_damage_is_named_by_file(originals: list[RunLayout], tmp_path: Path) -> 
 # --------------------------------------------------------------------------------------------------------- what is said
 
 
-def test_it_reads_only_and_says_so_in_a_table_and_in_json(
-    originals: list[RunLayout], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_reads_only_and_says_so_in_a_table_and_in_json(originals, tmp_path, capsys):
     layout = RunLayout(tmp_path / "run")
     copy_run(originals[1], layout)
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in layout.root.rglob("*") if path.is_file()}
@@ -247,9 +259,7 @@ def test_it_reads_only_and_says_so_in_a_table_and_in_json(
     assert {path for path in layout.root.rglob("*") if path.is_file()} == before.keys()
 
 
-def test_the_json_document_keeps_its_keys_and_names_offenders(
-    originals: list[RunLayout], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_json_document_keeps_its_keys_and_names_offenders(originals, tmp_path, capsys):
     layout = RunLayout(tmp_path / "run")
     copy_run(originals[0], layout)
 
@@ -280,7 +290,7 @@ def test_the_json_document_keeps_its_keys_and_names_offenders(
     assert "VIOLATED checkpoints agree: checkpoints/step_000008/controller.json: " in capsys.readouterr().out
 
 
-def test_what_is_no_run_directory_is_refused_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_directory_is_refused_with_status_2(tmp_path, capsys):
     for path, said in ((tmp_path, "not a run directory"), (tmp_path / "nothing", "no such directory")):
         assert main(["audit", str(path)]) == EXIT_CONFIG
         assert said in capsys.readouterr().err
@@ -289,7 +299,7 @@ def test_what_is_no_run_directory_is_refused_with_status_2(tmp_path: Path, capsy
 # ---------------------------------------------------------------------------------------------------- what is tolerated
 
 
-def test_files_that_are_not_known_are_no_accusation_and_events_are(originals: list[RunLayout], tmp_path: Path) -> None:
+def test_files_that_are_not_known_are_no_accusation_and_events_are(originals, tmp_path):
     layout = RunLayout(tmp_path / "run")
     copy_run(originals[0], layout)
     for name in ("partials_000000.bin", "guard.jsonl", "segment_0.h5.partial"):
@@ -301,7 +311,7 @@ def test_files_that_are_not_known_are_no_accusation_and_events_are(originals: li
     assert offence.text == "events of another version of rlhpc: partial (1)"
 
 
-def test_a_step_that_was_to_be_repeated_when_the_run_was_stopped_is_as_it_went_before(tmp_path: Path) -> None:
+def test_a_step_that_was_to_be_repeated_when_the_run_was_stopped_is_as_it_went_before(tmp_path):
     rollouts = RunLayout(tmp_path).rollouts
     rollouts.mkdir()
     first, second = GroupEventLog(rollouts, 0), GroupEventLog(rollouts, 1)
@@ -327,7 +337,7 @@ def test_a_step_that_was_to_be_repeated_when_the_run_was_stopped_is_as_it_went_b
 
 
 @pytest.mark.starts
-def test_a_run_that_goes_on_is_never_accused(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_never_accused(tmp_path):
     """A process works on it, is killed, and another goes on."""
     code = "from tests.unit.launch.test_audit import go_on; go_on()"
     for attempt in range(2):
@@ -364,7 +374,7 @@ def go_on() -> None:
 # -------------------------------------------------------------------------------------------------------------- lengths
 
 
-def test_lengths_are_compared_as_every_pair_of_them_is() -> None:
+def test_lengths_are_compared_as_every_pair_of_them_is():
     rng = np.random.default_rng(0)
     left, right = rng.integers(0, 30, 300), rng.integers(5, 40, 500)
     share, z = compare(np.bincount(left), np.bincount(right))
@@ -375,7 +385,7 @@ def test_lengths_are_compared_as_every_pair_of_them_is() -> None:
     assert compare(np.bincount(left), np.bincount(left)) == (pytest.approx(0.5), pytest.approx(0.0))
 
 
-def test_a_loss_that_prefers_long_completions_and_poisoned_prompts_are_remarked_upon(tmp_path: Path) -> None:
+def test_a_loss_that_prefers_long_completions_and_poisoned_prompts_are_remarked_upon(tmp_path):
     layout = complete_run(tmp_path / "run", 5, 0)
     for number, path in enumerate(segment_paths(layout.rollouts)):
         lost = layout.rollouts / f"lost_attempt_{number + 1}"
@@ -411,3 +421,100 @@ def make_long(groups: list[ResolvedGroup]) -> None:
             make_scored(group.group.group_id, member.rollout.sample_index, length=40) for member in group.group.members
         )
         groups[place] = replace(group, group=replace(group.group, members=members))
+
+
+# ---------------------- A resume looks at the history first: it refuses to train something twice, and warns of the rest
+
+CUT_BYTES = 16  # of a row: its number and its group, and not its prompt
+
+
+@pytest.fixture
+def run(tmp_path) -> AuditedRun:
+    """Killed after step 8, with checkpoints of steps 3 and 6."""
+
+    def end(step: int) -> None:
+        if step == 8:
+            raise Killed
+
+    run = AuditedRun(tmp_path / "run", 2, num_steps=20)
+    run.start()
+    run.tell = end
+    with pytest.raises(Killed):
+        run.run()
+    return run
+
+
+def warnings(layout: RunLayout, resume_from: ResumePoint = NEWEST) -> list[str]:
+    lines: list[str] = []
+    look_before_going_on(layout, resume_from, lines.append)
+    return lines
+
+
+def test_of_a_history_that_is_right_nothing_is_said(run):
+    assert warnings(run.layout) == []
+
+
+def test_a_row_of_the_journal_that_a_full_disk_has_cut_off_accuses_nobody(run):
+    """The disk took what fitted into a block: the row begins, and its rest and its checksum are zeros."""
+    path = journal_paths(run.layout.rollouts)[-1]
+    layout, rows = read_rollout_rows(path)
+    last = rows[-1].copy()
+    last["sequence"] += 1
+    with path.open("r+b") as file:
+        file.seek(layout.place("rollouts", len(rows)))
+        file.write(last.tobytes()[:CUT_BYTES])
+    assert warnings(run.layout) == []
+    assert len(read_rollout_rows(path)[1]) == len(rows)
+
+
+def test_going_on_is_refused_where_a_group_would_be_trained_twice(run):
+    falsified = a_checkpoint_opens_a_trained_group(run.layout, random.Random(0))
+    assert falsified is not None
+    before = sorted(run.layout.root.rglob("*"))
+    for point in (NEWEST, ResumePoint(no_replay=True)):
+        with pytest.raises(
+            RunDirectoryError, match=f"twice: group {falsified.group} is open in step_000006"
+        ) as refusal:
+            warnings(run.layout, point)
+        assert "--step N of 3, or start over with --from-start" in str(refusal.value)
+    assert any(f"group {falsified.group} is open" in line for line in warnings(run.layout, ResumePoint(step=3)))
+    assert warnings(run.layout, ResumePoint(from_start=True)) == []
+    assert sorted(run.layout.root.rglob("*")) == before
+
+
+def test_a_submission_is_refused_before_anything_is_written(run, tmp_path):
+    assert a_checkpoint_opens_a_trained_group(run.layout, random.Random(0)) is not None
+    site_file = tmp_path / "site.toml"
+    site_file.touch()
+    site = site_of(cluster={"shared_directory": str(tmp_path)})
+    submission = Submission(run.config, site_file, site, plan_jobs(run.config, site, run.layout))
+    before = sorted(run.layout.root.rglob("*"))
+    with pytest.raises(RunDirectoryError, match="would train something twice"):
+        submit_checked(submission, [], resume=True, fresh=False, tell=lambda line: None)
+    assert sorted(run.layout.root.rglob("*")) == before
+
+
+def test_what_going_on_makes_no_worse_is_a_warning(run):
+    assert a_line_is_gone("trained")(run.layout, random.Random(0)) is not None
+    lines = warnings(run.layout)
+    assert lines[0].startswith("audit: steps: step ")
+    assert all(line.endswith(f"`rlhpc audit {run.layout.root}` lists everything") for line in lines)
+
+
+def test_an_older_checkpoint_that_disagrees_forbids_nothing(run):
+    """Unless it is the one that is taken."""
+    (_, older), (_, newest) = KnownCheckpoints(run.layout.checkpoints).steps()
+    aside = newest.rename(newest.with_name("elsewhere"))
+    assert a_checkpoint_opens_a_trained_group(run.layout, random.Random(0)) is not None
+    with pytest.raises(RunDirectoryError, match=older.name):
+        warnings(run.layout)
+    aside.rename(newest)
+    assert any(older.name in line for line in warnings(run.layout))
+
+
+def test_what_cannot_be_audited_is_left_to_the_resume(run):
+    run.layout.config.write_text("{}")
+    assert warnings(run.layout) == []
+    run.layout.config.write_text('{"config": {}, "hash": ""}')
+    (line,) = warnings(run.layout)
+    assert line.startswith("the history of the run cannot be audited: ")

@@ -1,17 +1,23 @@
-"""A resume goes on from what verifies, says what it passes over, and never mixes timelines."""
+"""An attempt begins in a clean place, from the newest checkpoint that verifies, and never mixes timelines."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import sys
-from collections.abc import Callable
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import launch.run_directory.begin_attempt as begin_attempt_module
 from launch import cli
-from launch.run_directory.begin_attempt import begin_attempt, main
+from launch.commands.submit import write_plan
+from launch.plan.jobs import Elastic, plan_elastic
+from launch.plan.script import plan_document
+from launch.run_directory.begin_attempt import FencedError, begin_attempt, main
 from launch.run_directory.prepare import (
     NEWEST,
     SHAPES_NOTHING,
@@ -24,18 +30,25 @@ from launch.run_directory.prepare import (
     set_journal_aside,
 )
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.run_files.run_state import FIRST_SAVE_S, needed_to_stop_s, read_progress
 from launch.slurm.queue import ThisJob
 from launch.supervisor.processes import AttemptStarter, BeginError, Signals
+from rlhpc.base import patience
+from rlhpc.base.files import write_atomically
+from rlhpc.base.ownership import read_owner, take_over
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
 from rlhpc.config.file import override
 from rlhpc.config.rules import Config
-from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FAULT, RunDirectoryError
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED, RunDirectoryError
 from rlhpc.training import checkpoint_directory
-from rlhpc.training.checkpoint_directory import complete, describe, prune
-from tests.unit.launch.site_kit import config_of
+from rlhpc.training.checkpoint_directory import begin, complete, describe, prune
+from tests.full_disk import small_disk
+from tests.unit.launch.site_kit import config_of, plan_of, site_of
 
 pytestmark = pytest.mark.starts
+
+# ----------------------------- A resume goes on from what verifies, says what it passes over, and never mixes timelines
 
 STEPS = (8, 10, 12)
 
@@ -61,12 +74,12 @@ def nothing(_: str) -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path) -> Config:
     return config_of(f"run.directory={tmp_path / 'run'}")
 
 
 @pytest.fixture
-def layout(config: Config) -> RunLayout:
+def layout(config) -> RunLayout:
     """A run whose first attempt has left three checkpoints."""
     layout = RunLayout(config.run_directory)
     prepare_run_dir(config, layout, resume=False, fresh=False)
@@ -75,7 +88,7 @@ def layout(config: Config) -> RunLayout:
     return layout
 
 
-def test_a_run_that_had_no_critic_gets_none_by_a_resume_but_from_the_start(config: Config, layout: RunLayout) -> None:
+def test_a_run_that_had_no_critic_gets_none_by_a_resume_but_from_the_start(config, layout):
     """The trainer called the checkpoint damaged, after the journal had been set aside."""
     with_critic, before = (
         override(config, ["algorithm.advantage=gae", "admission.active_sampling=false"]),
@@ -133,9 +146,7 @@ def garble_complete(checkpoint: Path) -> None:
         (garble_complete, "COMPLETE: is not a checkpoint manifest"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken(
-    config: Config, layout: RunLayout, damage: Callable[[Path], None], said: str
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken(config, layout, damage, said):
     damage(layout.checkpoint(12))
     step, told = resume(config, layout)
     assert step == 10
@@ -146,14 +157,12 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken
     assert json.loads(layout.attempts.read_text().splitlines()[-1])["set_aside"] == told
 
 
-def test_a_file_more_than_was_written_is_no_damage(config: Config, layout: RunLayout) -> None:
+def test_a_file_more_than_was_written_is_no_damage(config, layout):
     (layout.checkpoint(12) / "trainer" / ".nfs0001").touch()
     assert resume(config, layout) == (12, [])
 
 
-def test_one_that_cannot_be_read_is_not_taken_for_damaged(
-    config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cannot_be_read_is_not_taken_for_damaged(config, layout, monkeypatch):
     monkeypatch.setattr("rlhpc.base.patience.DISK_PATIENCE_S", 1.0)
     weights = layout.checkpoint(12) / "trainer" / "weights"
     weights.rename(weights.with_name("kept"))
@@ -169,9 +178,7 @@ def test_one_that_cannot_be_read_is_not_taken_for_damaged(
     assert resume(config, layout)[0] == 12
 
 
-def test_when_none_is_sound_nothing_begins_and_nothing_moves(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_when_none_is_sound_nothing_begins_and_nothing_moves(config, layout, capsys):
     for step in STEPS:
         flip_one_bit(layout.checkpoint(step) / "trainer" / "weights")
     before = content_of(layout)
@@ -186,13 +193,7 @@ def test_when_none_is_sound_nothing_begins_and_nothing_moves(
     assert content_of(layout) == before
 
 
-def test_without_any_checkpoint_a_resume_begins_at_step_0(config: Config, layout: RunLayout) -> None:
-    shutil.rmtree(layout.checkpoints)
-    layout.checkpoints.mkdir()
-    assert resume(config, layout) == (None, [])
-
-
-def test_of_a_checkpoint_too_large_for_a_login_node_sizes_are_compared(layout: RunLayout) -> None:
+def test_of_a_checkpoint_too_large_for_a_login_node_sizes_are_compared(layout):
     told: list[str] = []
     flip_one_bit(layout.checkpoint(12) / "controller.json")
     assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 12
@@ -203,7 +204,7 @@ def test_of_a_checkpoint_too_large_for_a_login_node_sizes_are_compared(layout: R
     assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] == 8
 
 
-def test_from_start_sets_everything_aside(config: Config, layout: RunLayout) -> None:
+def test_from_start_sets_everything_aside(config, layout):
     flip_one_bit(layout.checkpoint(10) / "controller.json")
     step, told = resume(config, layout, ResumePoint(from_start=True))
     assert step is None
@@ -212,15 +213,7 @@ def test_from_start_sets_everything_aside(config: Config, layout: RunLayout) -> 
     assert resume(config, layout) == (None, [])  # they stay aside
 
 
-def test_jobs_from_the_start_find_no_checkpoint_when_they_begin(config: Config, layout: RunLayout) -> None:
-    told: list[str] = []
-    where = ResumePoint(from_start=True)
-    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
-    assert len(told) == 3
-    assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] is None
-
-
-def test_a_resume_says_what_stays_quarantined_and_lifts_it_if_asked_to(config: Config, layout: RunLayout) -> None:
+def test_a_resume_says_what_stays_quarantined_and_lifts_it_if_asked_to(config, layout):
     lines = [
         Suspicion("7", 0, 0, workers=5, source="train.jsonl:8", why="parity: worker died: signal SIGSEGV"),
         Suspicion("9", 5, 4, why="generator-0 died or fell silent"),
@@ -242,7 +235,7 @@ def test_a_resume_says_what_stays_quarantined_and_lifts_it_if_asked_to(config: C
 
 
 @pytest.fixture
-def journal(layout: RunLayout) -> list[str]:
+def journal(layout) -> list[str]:
     """Files of a journal, as far as a directory can tell, beside a segment."""
     files = ["events_000000.jsonl", "journal_000000.h5", "journal_000001.h5", "partials_000000.bin"]
     for name in [*files, "segment_000000.h5"]:
@@ -254,13 +247,13 @@ def files_of(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("*.*") if path.is_file())
 
 
-def test_a_resume_leaves_the_journal_where_it_is(config: Config, layout: RunLayout, journal: list[str]) -> None:
+def test_a_resume_leaves_the_journal_where_it_is(config, layout, journal):
     flip_one_bit(layout.checkpoint(12) / "controller.json")
     assert resume(override(config, ["run.num_steps=900"]), layout)[0] == 10
     assert files_of(layout.rollouts) == [*journal, "segment_000000.h5"]
 
 
-def test_a_journal_that_cannot_be_set_aside_is_said_and_stays(layout: RunLayout, journal: list[str]) -> None:
+def test_a_journal_that_cannot_be_set_aside_is_said_and_stays(layout, journal):
     (layout.rollouts / "lost_attempt_1").touch()
     told: list[str] = []
     with pytest.raises(RunDirectoryError, match="its journal cannot be set aside"):
@@ -285,14 +278,8 @@ def test_a_journal_that_cannot_be_set_aside_is_said_and_stays(layout: RunLayout,
 )
 @pytest.mark.parametrize("is_for_jobs", [False, True])
 def test_who_wants_other_steps_than_those_of_the_journal_finds_it_set_aside(
-    config: Config,
-    layout: RunLayout,
-    journal: list[str],
-    where: ResumePoint,
-    changes: list[str],
-    why: str,
-    is_for_jobs: bool,
-) -> None:
+    config, layout, journal, where, changes, why, is_for_jobs
+):
     told: list[str] = []
     prepare = prepare_run_dir_for_jobs if is_for_jobs else prepare_run_dir
     prepare(override(config, changes), layout, resume=True, fresh=False, resume_from=where, tell=told.append)
@@ -310,20 +297,18 @@ def test_who_wants_other_steps_than_those_of_the_journal_finds_it_set_aside(
         ["trainer.num_ranks=2", "trainer.tensor_parallel=2", "admission.lease_deadline_s=60"],
     ],
 )
-def test_who_wants_the_same_steps_by_other_processes_keeps_the_journal(
-    config: Config, layout: RunLayout, journal: list[str], changes: list[str]
-) -> None:
+def test_who_wants_the_same_steps_by_other_processes_keeps_the_journal(config, layout, journal, changes):
     prepare_run_dir(override(config, changes), layout, resume=True, fresh=False)
     assert files_of(layout.rollouts) == sorted([*journal, "segment_000000.h5"])
     assert not (layout.rollouts / "lost_attempt_1").exists()
 
 
-def test_every_key_that_is_said_to_shape_no_step_is_a_key() -> None:
+def test_every_key_that_is_said_to_shape_no_step_is_a_key():
     for section, names in SHAPES_NOTHING.items():
         assert set(names) <= set(Config.model_fields[section].annotation.model_fields), section
 
 
-def test_a_run_that_is_complete_begins_once_more_where_it_is_told_to(config: Config, layout: RunLayout) -> None:
+def test_a_run_that_is_complete_begins_once_more_where_it_is_told_to(config, layout):
     layout.summary.write_text("{}")
     with pytest.raises(RunDirectoryError, match="complete"):
         prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
@@ -332,7 +317,7 @@ def test_a_run_that_is_complete_begins_once_more_where_it_is_told_to(config: Con
     assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] == 10
 
 
-def test_a_checkpoint_of_an_undone_timeline_is_in_nobodys_way(config: Config, layout: RunLayout) -> None:
+def test_a_checkpoint_of_an_undone_timeline_is_in_nobodys_way(config, layout):
     resume(config, layout, ResumePoint(step=8))
     (layout.checkpoints / "step_000010.undone").rename(layout.checkpoint(10))
     save(layout, 10, attempt=1)
@@ -340,9 +325,7 @@ def test_a_checkpoint_of_an_undone_timeline_is_in_nobodys_way(config: Config, la
     assert "step_000010.undone" in names(layout)
 
 
-def test_an_export_says_which_checkpoints_it_passes_over(
-    config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_says_which_checkpoints_it_passes_over(config, layout, tmp_path, capsys):
     lose_a_file(layout.checkpoint(STEPS[0]))
     assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_CONFIG
     told = capsys.readouterr().err
@@ -353,7 +336,7 @@ def test_an_export_says_which_checkpoints_it_passes_over(
     ] * (len(STEPS) - 1)
 
 
-def test_an_older_checkpoint_is_taken_by_name_and_newer_ones_are_undone(config: Config, layout: RunLayout) -> None:
+def test_an_older_checkpoint_is_taken_by_name_and_newer_ones_are_undone(config, layout):
     with pytest.raises(RunDirectoryError, match=r"--step 9: .* available: 8, 10, 12"):
         resume(config, layout, ResumePoint(step=9))
     flip_one_bit(layout.checkpoint(10) / "controller.json")
@@ -366,9 +349,7 @@ def test_an_older_checkpoint_is_taken_by_name_and_newer_ones_are_undone(config: 
     assert len(told) == 2
 
 
-def test_a_checkpoint_that_comes_back_after_its_steps_were_undone_is_never_taken(
-    config: Config, layout: RunLayout
-) -> None:
+def test_a_checkpoint_that_comes_back_after_its_steps_were_undone_is_never_taken(config, layout):
     flip_one_bit(layout.checkpoint(12) / "controller.json")
     assert resume(config, layout)[0] == 10
     back = layout.checkpoints / "step_000012.damaged"
@@ -383,16 +364,14 @@ def test_a_checkpoint_that_comes_back_after_its_steps_were_undone_is_never_taken
         resume(config, layout, ResumePoint(step=12))
 
 
-def test_a_checkpoint_that_a_stale_controller_completes_too_late_is_never_taken(
-    config: Config, layout: RunLayout
-) -> None:
+def test_a_checkpoint_that_a_stale_controller_completes_too_late_is_never_taken(config, layout):
     assert resume(config, layout, ResumePoint(step=8))[0] == 8
     save(layout, 14, attempt=0)  # of the controller that was thought dead
     assert resume(config, layout)[0] == 8
     assert "step_000014.undone" in names(layout)
 
 
-def test_pruning_never_counts_what_is_damaged_or_of_another_timeline(config: Config, layout: RunLayout) -> None:
+def test_pruning_never_counts_what_is_damaged_or_of_another_timeline(config, layout):
     flip_one_bit(layout.checkpoint(10) / "controller.json")
     assert prune(layout.checkpoints, 2) == []
     assert names(layout) == {"step_000008", "step_000010.damaged", "step_000012"}
@@ -403,7 +382,7 @@ def test_pruning_never_counts_what_is_damaged_or_of_another_timeline(config: Con
     assert [state.step for state in describe(layout.checkpoints)] == [8, 14]
 
 
-def test_names_of_what_is_set_aside_are_never_used_twice(config: Config, layout: RunLayout) -> None:
+def test_names_of_what_is_set_aside_are_never_used_twice(config, layout):
     for number in range(3):
         flip_one_bit(layout.checkpoint(12) / "controller.json")
         assert put_aside(choose(layout, NEWEST, nothing), nothing)
@@ -411,16 +390,7 @@ def test_names_of_what_is_set_aside_are_never_used_twice(config: Config, layout:
         assert f"step_000012.damaged{f'-{number + 1}' if number else ''}" in names(layout)
 
 
-def test_an_attempt_of_a_job_goes_on_from_the_newest_sound_one_and_says_so(layout: RunLayout) -> None:
-    flip_one_bit(layout.checkpoint(12) / "controller.json")
-    document = begin_attempt(layout, job_id=1, restart=0)
-    assert document["resume_step"] == 10
-    assert len(document["set_aside"]) == 1
-    assert "step_000012.damaged" in document["set_aside"][0]
-    assert "step_000012.damaged" in names(layout)
-
-
-def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_sound(layout: RunLayout) -> None:
+def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_sound(layout):
     controller = Part("controller", (Share("controller", 1, 0),), True, (), 0, (sys.executable,), {}, {})
     limits = Limits(meet_s=10, stall_s=10, max_retries=1)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (controller,), limits, "requeue", ())
@@ -436,3 +406,207 @@ def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_so
     with pytest.raises(BeginError, match=r"(?s)no checkpoint can be resumed from.*--from-start") as error:
         starter.begin(lambda: False)
     assert error.value.status == EXIT_CONFIG
+
+
+# -------------------- An attempt begins in a clean place, with keys of its own, where the last complete checkpoint ends
+
+
+@pytest.fixture
+def config_begin(tmp_path) -> Config:
+    return config_of(f"run.directory={tmp_path / 'run'}", "trainer.num_ranks=2", "generation.num_replicas=2")
+
+
+@pytest.fixture
+def layout_begin(config_begin) -> RunLayout:
+    layout = RunLayout(config_begin.run_directory)
+    prepare_run_dir_for_jobs(config_begin, layout, resume=False, fresh=False)
+    layout.job_plan.write_text(plan_document(plan_of("generation.num_replicas=2")))
+    return layout
+
+
+def save_begin(layout: RunLayout, step: int) -> None:
+    """A complete checkpoint, as far as a directory can tell."""
+    temporary = begin(layout.checkpoint(step))
+    (temporary / "weights").write_bytes(b"abc")
+    complete(temporary, layout.checkpoint(step), {})
+
+
+def test_a_launcher_that_was_overtaken_begins_nothing(layout_begin):
+    """Without Slurm, whose ids would tell who came later."""
+    first = begin_attempt(layout_begin, job_id=0, restart=0)
+    take_over(layout_begin, 1)  # another machine takes this one for dead
+    before = layout_begin.attempts.read_text(), layout_begin.owner.read_text()
+    with pytest.raises(FencedError, match="was taken over by 1-"):
+        begin_attempt(layout_begin, job_id=0, restart=0, follows=first["fence"])
+    assert (layout_begin.attempts.read_text(), layout_begin.owner.read_text()) == before
+
+
+def test_attempts_are_counted_and_go_on_where_the_last_checkpoint_ends(layout_begin):
+    first = begin_attempt(layout_begin, job_id=7, restart=0)
+    assert (first["attempt"], first["resume_step"], first["job_id"], first["restart"]) == (0, None, 7, 0)
+    save_begin(layout_begin, 4)
+    save_begin(layout_begin, 8)
+    (layout_begin.checkpoint(12)).mkdir()  # never finished
+    second = begin_attempt(layout_begin, job_id=7, restart=1)
+    assert (second["attempt"], second["resume_step"], second["restart"]) == (1, 8, 1)
+    assert json.loads(layout_begin.attempt.read_bytes()) == second
+    lines = [json.loads(line) for line in layout_begin.attempts.read_text().splitlines()]
+    assert [(line["index"], line["resume_step"], line["job_id"], line["restart"]) for line in lines] == [
+        (0, None, 7, 0),
+        (1, 8, 7, 1),
+    ]
+
+
+def test_how_long_saving_took_is_known_to_later_attempts_which_have_not_saved_yet(layout_begin):
+    """A job asks its controller early enough to save, before its time limit."""
+    said = {"phase": "training", "step": 3, "roles": [], "unix_time_s": 0.0}
+
+    def needed_s(restart: int, **more: float) -> float:
+        begin_attempt(layout_begin, job_id=7, restart=restart)
+        layout_begin.status.write_text(json.dumps({**said, **more}))
+        return needed_to_stop_s(read_progress(layout_begin), 36_000.0)
+
+    assert needed_s(0) == 30 + FIRST_SAVE_S
+    assert needed_s(1, save_s=1300.0) == 30 + 2 * 1300
+    assert needed_s(2) == 30 + 2 * 1300
+    assert needed_s(3) == 30 + 2 * 1300
+    assert needed_s(4, save_s=100.0) == 30 + 2 * 100, "as it is now"
+
+
+def test_a_save_that_took_long_once_leaves_later_lives_time_to_train_and_is_forgotten(layout_begin):
+    """As while a file server was away: jobs of an hour stopped as soon as they had begun, for ever."""
+    said = {"phase": "training", "step": 3, "roles": [], "unix_time_s": 0.0}
+
+    def needed_s(restart: int, **more: float) -> float:
+        begin_attempt(layout_begin, job_id=7, restart=restart)
+        layout_begin.status.write_text(json.dumps({**said, **more}))
+        return needed_to_stop_s(read_progress(layout_begin), 3600.0)
+
+    begin_attempt(layout_begin, job_id=7, restart=0)
+    layout_begin.status.write_text(json.dumps({**said, "save_s": 2000.0}))
+    assert needed_s(1) == 30 + 1800
+    assert needed_s(2, save_s=20.0) == 30 + 40
+    assert needed_s(3) == 30 + 40
+
+
+def test_what_an_earlier_attempt_has_left_behind_is_gone(layout_begin):
+    begin_attempt(layout_begin, job_id=7, restart=0)
+    for stale in (layout_begin.rendezvous / "lease", layout_begin.weights / "group", layout_begin.status):
+        stale.touch()
+    begin_attempt(layout_begin, job_id=7, restart=1)
+    assert not any(layout_begin.rendezvous.iterdir())
+    assert not any(layout_begin.weights.iterdir())
+    assert not layout_begin.status.exists()
+    assert layout_begin.rendezvous.stat().st_mode & 0o777 == 0o700
+
+
+def test_files_that_are_written_once_are_as_new_as_the_attempt(layout_begin):
+    """Scratch file systems delete what has not changed for some weeks."""
+    layout_begin.scripts.mkdir()
+    layout_begin.jobs.mkdir()
+    once = [
+        layout_begin.config,
+        layout_begin.inputs,
+        layout_begin.job_plan,
+        layout_begin.scripts / "hetjob.sbatch",
+        layout_begin.job_record(7),
+    ]
+    for path in once:
+        path.touch()
+        os.utime(path, (1e9, 1e9))
+    os.utime(layout_begin.config, (1e9, 1e9))
+    began = time.time() - 1
+    begin_attempt(layout_begin, job_id=7, restart=0)
+    assert [path.name for path in once if path.stat().st_mtime < began] == []
+
+
+def test_keys_are_new_and_cover_planned_and_added_processes(config_begin, layout_begin):
+    site = site_of(cluster={"shared_directory": str(layout_begin.root)})
+    write_plan(plan_elastic(config_begin, site, layout_begin, Elastic("generation-1", 2, 2, "hetjob")))
+    begin_attempt(layout_begin, job_id=7, restart=0)
+    names = ["controller-0", *(f"generator-{k}" for k in range(4)), "reward-0", "trainer-0", "trainer-1"]
+    assert sorted(path.stem for path in layout_begin.secrets.glob("*.secret")) == names
+    before = {path.name: path.read_bytes() for path in layout_begin.secrets.glob("*.secret")}
+    begin_attempt(layout_begin, job_id=7, restart=1)
+    assert all(path.read_bytes() != before[path.name] for path in layout_begin.secrets.glob("*.secret"))
+
+
+def test_a_local_run_is_taken_up_by_jobs_with_its_attempts_counted_on(config_begin, tmp_path):
+    layout = RunLayout(tmp_path / "local")
+    prepare_run_dir(config_begin, layout, resume=False, fresh=False)
+    assert prepare_run_dir_for_jobs(config_begin, layout, resume=True, fresh=False) == ()
+    assert begin_attempt(layout, job_id=1, restart=0)["attempt"] == 1
+
+
+def test_what_another_try_would_not_mend_ends_with_status_2(layout_begin, tmp_path, capsys):
+    assert main(["--run-dir", str(tmp_path / "nowhere"), "--job-id", "1"]) == EXIT_CONFIG
+    said = capsys.readouterr().err
+    why = "not a run directory: it has no config.json of a run; `rlhpc list` shows your runs"
+    assert said == f"rlhpc: {tmp_path / 'nowhere'}: {why}\n"
+    layout_begin.config.write_text(layout_begin.config.read_text().replace('"seed": ', '"seed": 1'))
+    assert main(["--run-dir", str(layout_begin.root), "--job-id", "1"]) == EXIT_CONFIG
+    assert "altered since the run was started" in capsys.readouterr().err
+    assert not layout_begin.attempt.exists()
+
+
+def test_a_run_that_a_ghost_completes_meanwhile_is_left_as_it_is(layout_begin, monkeypatch):
+    """Found by the simulator: its last segments were set aside, and a killed attempt left it complete without them."""
+    save_begin(layout_begin, 1)
+    layout_begin.segment(0).write_bytes(b"of after the checkpoint")
+    look_at_inputs = begin_attempt_module.refuse_other_inputs
+
+    def completes(*facts: Any, **more: Any) -> None:  # which takes as long as the dataset is large
+        look_at_inputs(*facts, **more)
+        layout_begin.summary.write_text("{}")
+
+    monkeypatch.setattr(begin_attempt_module, "refuse_other_inputs", completes)
+    with pytest.raises(RunDirectoryError, match="the run is complete"):
+        begin_attempt(layout_begin, job_id=1, restart=0)
+    assert not layout_begin.attempt.exists()
+    assert not layout_begin.attempts.exists()
+    assert layout_begin.segment(0).exists()
+
+
+def test_a_ghost_of_an_earlier_life_begins_nothing(layout_begin, capsys):
+    """A node that was lost comes back, and its supervisor with it: Slurm has started the job again elsewhere."""
+    begin_attempt(layout_begin, job_id=7, restart=1)
+    words = ["--run-dir", str(layout_begin.root), "--job-id", "7"]
+    assert main([*words, "--restart", "0"]) == 4
+    assert "attempt 0 belongs to job 7, restart 1" in capsys.readouterr().err
+    assert json.loads(layout_begin.attempt.read_bytes())["restart"] == 1
+    assert main([*words, "--restart", "1"]) == 0  # the same life, another attempt
+    assert main([*words, "--restart", "2"]) == 0
+
+
+def test_of_two_that_begin_at_one_moment_the_earlier_counts_as_overtaken(layout_begin, capsys):
+    """Not as misconfigured: with that verdict it would end the other one's jobs."""
+    begin_attempt(layout_begin, job_id=7, restart=0)
+    stale = layout_begin.rollouts / ".owner_stale"
+    stale.mkdir()
+    for number in range(5000):  # which takes a while to delete
+        (stale / str(number)).touch()
+    before = layout_begin.owner.read_text()
+
+    def overtake() -> None:
+        while layout_begin.owner.read_text() == before:
+            pass
+        write_atomically(layout_begin.owner, json.dumps({"owner": "1-other"}).encode())
+
+    other = threading.Thread(target=overtake)
+    other.start()
+    status = main(["--run-dir", str(layout_begin.root), "--job-id", "8"])
+    other.join()
+    assert (status, read_owner(layout_begin)) == (EXIT_FENCED, "1-other"), capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_set_aside_at_the_moment_is_tried_again(layout_begin, capsys, monkeypatch):
+    """The run ended, as misconfigured, when its file server refused one rename."""
+    monkeypatch.setattr(patience, "DISK_PATIENCE_S", 0.0)
+    save_begin(layout_begin, 4)
+    unfinished = layout_begin.checkpoint(8)
+    unfinished.mkdir()
+    words = ["--run-dir", str(layout_begin.root), "--job-id", "1"]
+    with small_disk(unfinished, 1 << 16):  # what is mounted is busy
+        assert main(words) == EXIT_FAULT
+    assert "step_000008: cannot be set aside: Device or resource busy" in capsys.readouterr().err
+    assert main(words) == 0

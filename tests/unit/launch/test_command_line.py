@@ -14,7 +14,7 @@ import threading
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jsonschema
 import pytest
@@ -24,89 +24,68 @@ from launch.commands.arguments import continued
 from launch.doctor.gpus import gpus_here
 from launch.plan.gpu_map import map_gpus
 from launch.plan.processes import local_plan_document
-from launch.run_directory.owner import ProcessIdentity, launcher_of, register_launcher
-from launch.run_directory.prepare import ResumePoint, mint_keys, prepare_run_dir
+from launch.run_directory.owner import ProcessIdentity, launcher_of
+from launch.run_directory.prepare import ResumePoint, prepare_run_dir
 from launch.run_files.run_state import command_to_continue
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, override
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
-from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
-from tests.unit.launch.launchers import controller_elsewhere, launcher_elsewhere, living_launcher
-from tests.unit.launch.regenerate_scripts import PAIRS
+from tests.ring.run_kit import ROOT, command_environment
+from tests.unit.launch.runs_kit import controller_elsewhere, launcher_elsewhere, living_launcher
+from tests.unit.launch.site_kit import PAIRS
 
 pytestmark = pytest.mark.starts
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return make_lab(tmp_path_factory.mktemp("lab"))
-
-
 @pytest.fixture
-def config(lab: Lab, tmp_path: Path) -> Config:
+def config(lab, tmp_path) -> Config:
     """Of a run whose directory is not there yet."""
     return load_config(lab.run_file("bench"), [f"run.directory={str(tmp_path / 'run')!r}"])
 
 
 @pytest.fixture
-def layout(config: Config) -> RunLayout:
+def layout(config) -> RunLayout:
     return RunLayout(config.run_directory)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run",
-        "check",
-        "submit",
-        "resume",
-        "status",
-        "list",
-        "stop",
-        "scale",
-        "logs",
-        "doctor",
-        "export",
-        "demo",
+@pytest.fixture
+def prepared(config, layout) -> None:
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+
+
+def test_every_command_explains_itself(capsys):
+    for command in (
+        "run", "check", "submit", "resume", "status", "list", "stop", "scale", "logs", "doctor", "export", "demo",
         "reward",
-    ],
-)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([command, "--help"])
-    assert left.value.code == 0
-    assert f"rlhpc {command}" in capsys.readouterr().out
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as left:
+            main([command, "--help"])
+        assert left.value.code == 0
+        assert f"rlhpc {command}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("typed", "said"),
     [
-        [],
-        ["walk"],
-        ["run"],
-        ["run", "r.toml", "--again"],
-        ["status", "here", "a=b"],
-        ["scale", "here"],
-        ["submit", "r.toml", "s.toml", "--resume", "--fresh"],
+        ("", "usage: rlhpc"), ("walk", "usage: rlhpc"), ("run", "usage: rlhpc"), ("scale here", "usage: rlhpc"),
+        ("run r.toml --again", "usage: rlhpc"), ("status here a=b", "usage: rlhpc"),
+        ("submit r.toml s.toml --resume --fresh", "usage: rlhpc"), ("run r.toml --resume --fresh", "not allowed with"),
+        ("run r.toml --resume --step five", "argument --step: 'five'; legal: a whole number, 0 or more"),
+        ("submit r.toml s.toml --resume --step -5", "argument --step: '-5'; legal: a whole number"),
+        ("list --depth 2.5", "argument --depth: '2.5'; legal: a whole number, 0 or more"),
+        ("plan r.toml s.toml --mean-tokens 2k", "'2k'; legal: a number, without a unit"),
+        ("evaluate m d --patience-s 2h", "argument --patience-s: '2h'; legal: a number, without a unit"),
+        ("run r.toml --dry-run", "unrecognised arguments: --dry-run; `rlhpc check` starts nothing"),
     ],
-)
-def test_a_command_line_that_makes_no_sense_is_a_usage_error(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(words)
-    assert left.value.code == EXIT_CONFIG
-    assert "usage: rlhpc" in capsys.readouterr().err
+)  # fmt: skip
+def test_a_command_line_that_makes_no_sense_is_a_usage_error_in_words_of_people(typed, said, capsys):
+    with pytest.raises(SystemExit, match=str(EXIT_CONFIG)):
+        main(typed.split())
+    assert said in capsys.readouterr().err
 
 
-def test_resume_and_fresh_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "r.toml", "--resume", "--fresh"])
-    assert "not allowed with" in capsys.readouterr().err
-
-
-def test_check_prints_the_plan_and_makes_nothing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_plan_and_makes_nothing(lab, tmp_path, capsys):
     directory = tmp_path / "run"
     words = [f"run.directory={str(directory)!r}", "generation.num_replicas=2", "trainer.num_ranks=2"]
     words += ["admission.lease_deadline_s=20.0"]
@@ -126,9 +105,7 @@ def test_check_prints_the_plan_and_makes_nothing(lab: Lab, tmp_path: Path, capsy
     assert not directory.exists()
 
 
-def test_check_for_a_site_says_that_an_own_reward_function_was_not_tried(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_for_a_site_says_that_an_own_reward_function_was_not_tried(lab, tmp_path, capsys):
     site = tmp_path / "site.toml"
     site.write_text('[trainer]\ngpu = "h100"\n[generation]\ngpu = "h100"\n')
     task = "tests.unit.rewards.sample_rewards:length"
@@ -136,7 +113,7 @@ def test_check_for_a_site_says_that_an_own_reward_function_was_not_tried(
     assert f"reward      {task}: not tried, since --site" in capsys.readouterr().out
 
 
-def test_check_warns_of_prompts_that_weigh_more_than_others(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_warns_of_prompts_that_weigh_more_than_others(lab, capsys):
     run_file = str(lab.run_file("bench"))
     assert main(["check", run_file]) == 0
     assert _warnings(capsys.readouterr().out) == []
@@ -152,13 +129,13 @@ def _warnings(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("warning") and "AutoTokenizer" not in line]
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"rlhpc {version('rlhpc')}\n"
 
 
-def test_whoever_writes_a_key_as_an_option_is_told_how_it_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_whoever_writes_a_key_as_an_option_is_told_how_it_is_set(capsys):
     for words in (
         ["--run.num_steps", "5"],
         ["--run.num_steps=5"],
@@ -170,28 +147,7 @@ def test_whoever_writes_a_key_as_an_option_is_told_how_it_is_set(capsys: pytest.
         assert "a key of the run file is set without dashes: run.num_steps=5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["run", "r.toml", "--resume", "--step", "five"], "argument --step: 'five'; legal: a whole number, 0 or more"),
-        (["submit", "r.toml", "s.toml", "--resume", "--step", "-5"], "argument --step: '-5'; legal: a whole number"),
-        (["list", "--depth", "2.5"], "argument --depth: '2.5'; legal: a whole number, 0 or more"),
-        (["plan", "r.toml", "s.toml", "--mean-tokens", "2k"], "'2k'; legal: a number, without a unit"),
-        (["evaluate", "m", "d", "--patience-s", "2h"], "argument --patience-s: '2h'; legal: a number, without a unit"),
-        (["run", "r.toml", "--dry-run"], "unrecognised arguments: --dry-run; `rlhpc check` starts nothing"),
-    ],
-)
-def test_an_option_without_a_legal_value_is_refused_in_words_of_people(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert said in capsys.readouterr().err
-
-
-def test_a_run_that_lies_in_runs_is_what_may_be_meant(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_lies_in_runs_is_what_may_be_meant(config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     prepare_run_dir(config, RunLayout(tmp_path / "runs/first"), resume=False, fresh=False)
@@ -205,7 +161,7 @@ def test_a_run_that_lies_in_runs_is_what_may_be_meant(
 
 
 @pytest.mark.parametrize(("kind", "table"), [("run", "generation"), ("site", "cluster")])
-def test_a_schema_describes_every_table(capsys: pytest.CaptureFixture[str], kind: str, table: str) -> None:
+def test_a_schema_describes_every_table(capsys, kind, table):
     assert main(["schema", kind]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema["title"] == f"rlhpc {kind} file"
@@ -218,10 +174,13 @@ def test_a_schema_describes_every_table(capsys: pytest.CaptureFixture[str], kind
     assert all("description" in key or "$ref" in key or "anyOf" in key for key in described)
 
 
-def test_check_and_help_load_neither_torch_nor_vllm(lab: Lab) -> None:
+def test_what_runs_on_a_login_node_loads_neither_torch_nor_vllm(lab):
     code = (
         "import sys; from launch.cli import main; main(sys.argv[1:]);"
-        "assert not {'torch', 'transformers', 'vllm', 'zmq'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'vllm', 'zmq'} & set(sys.modules);"
+        "from launch.commands import check, data, list_runs, logs, reward, run, scale, show, stop, submit;"
+        "from launch.doctor import command; from launch.evaluate import command as e; from launch.view import status;"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     words = [sys.executable, "-c", code, "check", str(lab.run_file("light"))]
     done = subprocess.run(words, capture_output=True, text=True, env=command_environment(), cwd=ROOT)
@@ -229,15 +188,17 @@ def test_check_and_help_load_neither_torch_nor_vllm(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("words", [["submit", "--help"], ["status", "/nowhere"], ["stop", "/nowhere"], ["plan"]])
-def test_a_command_answers_on_a_login_node_in_less_than_a_second_of_cpu(words: list[str]) -> None:
+def test_a_command_answers_on_a_login_node_in_less_than_a_second_of_cpu(words):
     if words == ["plan"]:
         pair = PAIRS[0]
         words = ["plan", str(pair.run_file), str(pair.site_file), *pair.overrides]
     # The best of three, and not by the clock: what the machine's neighbours do is not ours.  They take caches as well,
     # which a program that loads pydantic alone feels as much: 0.13 s of CPU on a quiet machine.
     pydantic = [sys.executable, "-c", "import pydantic\nclass One(pydantic.BaseModel): one: int = 1"]
-    best_s = min(_cpu_s([sys.executable, "-m", "launch.cli", *words]) for _ in range(3))
-    assert best_s < 1.0 or best_s < 7.5 * min(_cpu_s(pydantic) for _ in range(3))
+    tries = [_cpu_s([sys.executable, "-m", "launch.cli", *words])]
+    while min(tries) >= 1.0 and len(tries) < 3:
+        tries.append(_cpu_s([sys.executable, "-m", "launch.cli", *words]))
+    assert min(tries) < 1.0 or min(tries) < 7.5 * min(_cpu_s(pydantic) for _ in range(3))
 
 
 def _cpu_s(command: list[str]) -> float:
@@ -247,37 +208,22 @@ def _cpu_s(command: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_what_runs_on_a_login_node_loads_neither_torch_nor_vllm() -> None:
-    code = (
-        "import sys; from launch.commands import check, data, list_runs, logs, reward, run, scale, show, stop, submit;"
-        "from launch.doctor import command; from launch.evaluate import command as e; from launch.view import status;"
-        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=command_environment(), cwd=ROOT)
-
-
-def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_may_stand_after_an_option(lab, monkeypatch):
     seen = []
     monkeypatch.setattr(
         "launch.commands.run.run_locally", lambda config, **how: seen.append((config.run.num_steps, how)) or 0
     )
-    assert main(["run", str(lab.run_file("bench")), "--fresh", "run.num_steps=9"]) == 0
-    assert main(["run", str(lab.run_file("bench")), "run.num_steps=8", "--resume"]) == 0
-    assert main(["run", str(lab.run_file("bench")), "--resume", "--step", "4", "run.num_steps=7"]) == 0
-    assert main(["run", str(lab.run_file("bench")), "run.num_steps=6", "--resume", "--from-start"]) == 0
-    file = str(lab.root / "bench.toml")
-    assert seen == [
-        (9, _started(file, "run.num_steps=9", fresh=True)),
-        (8, _started(file, "run.num_steps=8", resume=True)),
-        (7, _started(file, "run.num_steps=7", resume=True, resume_from=ResumePoint(step=4))),
-        (6, _started(file, "run.num_steps=6", resume=True, resume_from=ResumePoint(from_start=True))),
-    ]
-
-
-def _started(*typed: str, **how: object) -> dict[str, object]:
-    again = ["rlhpc", "run", *typed, "--resume"]
+    file = str(lab.run_file("bench"))
     usual = {"resume": False, "fresh": False, "resume_from": ResumePoint(), "is_quiet": False}
-    return usual | {"again": again} | how
+    for typed, steps, how in (
+        ("--fresh run.num_steps=9", 9, {"fresh": True}),
+        ("run.num_steps=8 --resume", 8, {"resume": True}),
+        ("--resume --step 4 run.num_steps=7", 7, {"resume": True, "resume_from": ResumePoint(step=4)}),
+        ("run.num_steps=6 --resume --from-start", 6, {"resume": True, "resume_from": ResumePoint(from_start=True)}),
+    ):
+        assert main(["run", file, *typed.split()]) == 0
+        again = ["rlhpc", "run", file, f"run.num_steps={steps}", "--resume"]
+        assert seen.pop() == (steps, usual | {"again": again} | how)
 
 
 @pytest.mark.parametrize(
@@ -290,14 +236,12 @@ def _started(*typed: str, **how: object) -> dict[str, object]:
         ("run a.toml --res --no-replay b=1", "run a.toml b=1"),
     ],
 )  # fmt: skip
-def test_the_command_that_goes_on_has_all_that_was_typed(typed: str, again: str) -> None:
+def test_the_command_that_goes_on_has_all_that_was_typed(typed, again):
     """It left the overrides out, and the resume went on with another loss."""
     assert continued(typed.split()) == ["rlhpc", *again.split(), "--resume"]
 
 
-def test_whoever_stops_a_run_is_told_all_that_was_typed_to_start_it(
-    config: Config, layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_stops_a_run_is_told_all_that_was_typed_to_start_it(config, layout, tmp_path, monkeypatch):
     layout.root.mkdir(parents=True)
     again = continued(["run", "my run.toml", "data.system_prompt=be brief"])
     monkeypatch.chdir(tmp_path)
@@ -315,32 +259,22 @@ def test_whoever_stops_a_run_is_told_all_that_was_typed_to_start_it(
         ("kill", "stop"), ("tail", "logs"), ("version", "--version"),
     ],
 )  # fmt: skip
-def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(
-    word: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(word, meant, capsys):
     with pytest.raises(SystemExit):
         main([word, "run.toml"])
     assert f"{word!r}: no such command (did you mean {meant}?)" in capsys.readouterr().err
 
 
-def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (
-        ["--from-start"],
-        ["--step", "4"],
-        ["--no-replay"],
-        ["--lift-quarantine"],
-        ["--fresh", "--from-start"],
-    ):
-        assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_CONFIG
+def test_where_a_resume_begins_is_said_of_a_resume_alone(lab, capsys):
+    for typed in ("--from-start", "--step 4", "--no-replay", "--lift-quarantine", "--fresh --from-start"):
+        assert main(["run", str(lab.run_file("bench")), *typed.split()]) == EXIT_CONFIG
         assert capsys.readouterr().err.endswith("says how a resume begins: use it with --resume\n")
     family = ["submit", str(lab.run_file("bench")), "site.toml", "--seeds", "2", "--resume", "--step", "4"]
     assert main(family) == EXIT_CONFIG
     assert "--step applies to one run" in capsys.readouterr().err
 
 
-def test_a_word_that_may_be_left_out_may_stand_after_an_option(
-    config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_word_that_may_be_left_out_may_stand_after_an_option(config, layout, monkeypatch, capsys):
     seen: list[object] = []
     monkeypatch.setattr("launch.commands.logs.show_logs", lambda layout, role, follow: seen.append((role, follow)) or 0)
     layout.root.mkdir(parents=True)
@@ -353,8 +287,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
 
     looked: list[object] = []
     monkeypatch.setattr(
-        "launch.doctor.command.doctor",
-        lambda given: looked.append((given.run_file, given.overrides, given.quick)) or 0,
+        "launch.doctor.command.doctor", lambda given: looked.append((given.run_file, given.overrides, given.quick)) or 0
     )
     for words in (["--quick", "r.toml", "a=1"], ["r.toml", "--quick", "a=1"], ["r.toml", "a=1", "--quick"]):
         assert main(["doctor", "site.toml", *words]) == 0
@@ -364,32 +297,25 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
     assert main(["doctor", "site.toml", "a=1"]) == EXIT_CONFIG
 
 
-@pytest.mark.parametrize(
-    ("command", "rest"),
-    [
-        ("status", []),
-        ("logs", []),
-        ("stop", []),
-        ("scale", ["--generators", "+1"]),
-        ("resume", []),
-        ("check", []),
-        ("export", ["out"]),
-    ],
-)
-def test_a_model_directory_which_has_a_config_json_too_is_not_taken_for_a_run(
-    lab: Lab, command: str, rest: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_directory_which_has_a_config_json_too_is_not_taken_for_a_run(lab, capsys):
     before = sorted(lab.model.iterdir())
-    assert main([command, str(lab.model), *rest]) == EXIT_CONFIG
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(lab.model) in line
-    assert "not a run directory" in line
+    for command, *rest in (
+        ["status"],
+        ["logs"],
+        ["stop"],
+        ["scale", "--generators", "+1"],
+        ["resume"],
+        ["check"],
+        ["export", "out"],
+    ):
+        assert main([command, str(lab.model), *rest]) == EXIT_CONFIG
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(lab.model) in line
+        assert "not a run directory" in line
     assert sorted(lab.model.iterdir()) == before
 
 
-def test_what_the_system_refuses_is_a_line_and_no_traceback(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_system_refuses_is_a_line_and_no_traceback(lab, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
     words = ["run", str(lab.run_file("bench")), f"run.directory={str(tmp_path / 'file' / 'run')!r}"]
     assert main(words) == EXIT_CONFIG
@@ -412,36 +338,22 @@ COMMANDS_OF_RUNS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["status", "stop"])
-def test_a_directory_that_is_no_run_is_refused(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nowhere = tmp_path / "nowhere"
-    for directory, said in (
-        (tmp_path, "not a run directory: it has no config.json of a run; `rlhpc list` shows your runs"),
-        (nowhere, "no such directory; `rlhpc list` shows your runs"),
-    ):
-        assert main([command, str(directory)]) == EXIT_CONFIG
-        assert capsys.readouterr().err == f"rlhpc: {directory}: {said}\n"
-
-
-@pytest.mark.parametrize("command", COMMANDS_OF_RUNS)
-def test_a_run_that_is_not_there_is_answered_with_how_to_find_it(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_not_there_is_answered_with_how_to_find_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    name, *more = command.split()
-    assert main([name, "runs/typo", *more]) == EXIT_CONFIG
-    said = capsys.readouterr().err
-    assert said.startswith(("rlhpc: runs/typo: no such", f"rlhpc: {tmp_path}/runs/typo: no"))
-    assert "`rlhpc list` shows" in said
+    for command in COMMANDS_OF_RUNS:
+        name, *more = command.split()
+        assert main([name, "runs/typo", *more]) == EXIT_CONFIG
+        said = capsys.readouterr().err
+        assert said.startswith(("rlhpc: runs/typo: no such", f"rlhpc: {tmp_path}/runs/typo: no"))
+        assert "`rlhpc list` shows" in said
+    for command in ("status", "stop"):
+        assert main([command, str(tmp_path)]) == EXIT_CONFIG
+        why = "not a run directory: it has no config.json of a run; `rlhpc list` shows your runs"
+        assert capsys.readouterr().err == f"rlhpc: {tmp_path}: {why}\n"
 
 
 @pytest.mark.parametrize("place", ["/proc/page.html", ".", "notes.txt/page.html"])
-def test_a_page_that_cannot_be_written_is_answered_with_where_it_can(
-    place: str, layout: RunLayout, config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_a_page_that_cannot_be_written_is_answered_with_where_it_can(place, layout, capsys, monkeypatch, prepared):
     monkeypatch.chdir(layout.root.parent)
     Path("notes.txt").write_text("a file")
     assert main(["report", str(layout.root), "--html", place]) == EXIT_CONFIG
@@ -450,8 +362,7 @@ def test_a_page_that_cannot_be_written_is_answered_with_where_it_can(
     assert "legal: the name of a file in a directory of yours" in said
 
 
-def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, layout: RunLayout) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_stop_asks_by_a_file_which_asked_twice_says_the_same(layout, prepared):
     for words, request in (((), layout.stop_request), (("--now",), layout.abort_request)):
         with living_launcher(layout) as launcher:
             commands = [
@@ -480,55 +391,29 @@ def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, lay
 @pytest.mark.parametrize(
     ("trained", "saved", "words", "status", "said"),
     [
-        (7, 7, (), 0, "stopped, saved at step 7; `rlhpc run RUN.toml --resume` continues it"),
-        (35, 7, (), 1, "ended at step 35 without saving; the last checkpoint is of step 7, so 28 steps are lost"),
-        (35, 7, ("--now",), 0, "ended at step 35 without saving; the last checkpoint is of step 7"),
-        (
-            3,
-            0,
-            ("--now",),
-            0,
-            "there is no checkpoint, so 3 steps are lost; `rlhpc run RUN.toml --resume` starts over",
-        ),
+        (7, 7, "", 0, "stopped, saved at step 7; `rlhpc run RUN.toml --resume` continues it"),
+        (35, 7, "", 1, "ended at step 35 without saving; the last checkpoint is of step 7, so 28 steps are lost"),
+        (35, 7, "--now", 0, "ended at step 35 without saving; the last checkpoint is of step 7"),
+        (3, 0, "--now", 0, "there is no checkpoint, so 3 steps are lost; `rlhpc run RUN.toml --resume` starts over"),
+        (1, 0, "--now", 0, "so 1 step is lost"),
+        (35, 7, "journal", 0, "of step 7: `rlhpc run RUN.toml --resume` trains the 28 steps after it again, from"),
+        (35, 0, "journal", 0, "checkpoint: `rlhpc run RUN.toml --resume` trains the 35 steps after it again, from"),
     ],
-)
-def test_stop_tells_the_truth_about_what_was_saved(
-    config: Config,
-    layout: RunLayout,
-    capsys: pytest.CaptureFixture[str],
-    trained: int,
-    saved: int,
-    words: tuple[str, ...],
-    status: int,
-    said: str,
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    progress = {"phase": "training", "step": trained, "unix_time_s": 0.0, "roles": []}
-    layout.status.write_text(json.dumps(progress))
+)  # fmt: skip
+def test_stop_tells_the_truth_about_what_was_saved(layout, prepared, capsys, trained, saved, words, status, said):
+    layout.status.write_text(json.dumps({"phase": "training", "step": trained, "unix_time_s": 0.0, "roles": []}))
+    if words == "journal":
+        (layout.rollouts / "journal_000000.h5").touch()
     if saved:
         layout.checkpoint(saved).mkdir()
         (layout.checkpoint(saved) / "COMPLETE").touch()
     with living_launcher(layout) as launcher:
         threading.Timer(0.5, launcher.kill).start()
-        assert main(["stop", str(layout.root), *words]) == status
+        assert main(["stop", str(layout.root), *(["--now"] if words == "--now" else [])]) == status
     assert said in capsys.readouterr().out
 
 
-def test_of_one_step_that_is_trained_again_stop_does_not_speak_as_of_many(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    layout.status.write_text(json.dumps({"phase": "training", "step": 1, "unix_time_s": 0.0, "roles": []}))
-    with living_launcher(layout) as launcher:
-        threading.Timer(0.5, launcher.kill).start()
-        assert main(["stop", str(layout.root), "--now"]) == 0
-    assert "so 1 step is lost" in capsys.readouterr().out
-
-
-def test_stop_says_that_the_launcher_is_suspended_and_what_lets_it_end(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_stop_says_that_the_launcher_is_suspended_and_what_lets_it_end(layout, capsys, prepared):
     with living_launcher(layout) as launcher:
         launcher.send_signal(signal.SIGSTOP)
         threading.Timer(1.5, launcher.kill).start()
@@ -536,10 +421,7 @@ def test_stop_says_that_the_launcher_is_suspended_and_what_lets_it_end(
     assert f"is suspended (Ctrl-Z?): `kill -CONT {launcher.pid}` lets it end" in capsys.readouterr().out
 
 
-def test_stop_waits_for_what_a_killed_launcher_has_left(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_stop_waits_for_what_a_killed_launcher_has_left(layout, capsys, prepared):
     last_act = layout.root / "last_act"
     program = (
         f"import time; lock = open({str(layout.lock)!r}, 'w'); print(flush=True); "
@@ -555,7 +437,7 @@ def test_stop_waits_for_what_a_killed_launcher_has_left(
     assert "this run is not running" in out
 
 
-def test_a_python_whose_names_of_files_are_ascii_says_so_in_one_line(lab: Lab, tmp_path: Path) -> None:
+def test_a_python_whose_names_of_files_are_ascii_says_so_in_one_line(lab, tmp_path):
     shutil.copytree(lab.model, tmp_path / "modèle")
     overrides = [f"run.directory={str(tmp_path / 'run')!r}", f"model.path={str(tmp_path / 'modèle')!r}"]
     config = load_config(lab.run_file("bench"), overrides)
@@ -569,56 +451,22 @@ def test_a_python_whose_names_of_files_are_ascii_says_so_in_one_line(lab: Lab, t
     assert "PYTHONUTF8=1" in checked.stderr
 
 
-@pytest.mark.parametrize(("saved", "where"), [(7, "the last checkpoint is of step 7"), (0, "there is no checkpoint")])
-def test_stop_says_that_steps_in_the_journal_are_not_lost(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str], saved: int, where: str
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    layout.status.write_text(json.dumps({"phase": "training", "step": 35, "unix_time_s": 0.0, "roles": []}))
-    (layout.rollouts / "journal_000000.h5").touch()
-    if saved:
-        layout.checkpoint(saved).mkdir()
-        (layout.checkpoint(saved) / "COMPLETE").touch()
-    with living_launcher(layout) as launcher:
-        threading.Timer(0.5, launcher.kill).start()
-        assert main(["stop", str(layout.root)]) == 0
-    said = f"{where}: `rlhpc run RUN.toml --resume` trains the {35 - saved} steps after it again, from the journal"
-    assert said in capsys.readouterr().out
-
-
-def test_export_of_what_has_no_checkpoint_is_refused(
-    config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_export_of_what_has_no_checkpoint_is_refused(layout, tmp_path, capsys, prepared):
     assert main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_CONFIG
     assert "no complete checkpoint" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == EXIT_CONFIG
     assert "nowhere: no such directory" in capsys.readouterr().err
 
 
-def test_status_of_a_run_without_controller_says_how_far_it_got(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    assert main(["status", str(layout.root)]) == 0
-    assert "ended before its controller started" in capsys.readouterr().out
-    register_launcher(layout)
-    assert main(["status", str(layout.root)]) == 0
-    assert f"starting (launcher pid {os.getpid()})" in capsys.readouterr().out
+def test_stop_where_nothing_runs_says_so_and_is_content(layout, prepared, tmp_path, capsys):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "deep")
+    for place in (str(layout.root), f"{tmp_path}/link/../run"):
+        assert main(["stop", place]) == 0
+        assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
 
 
-def test_stop_where_nothing_runs_says_so_and_is_content(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    assert main(["stop", str(layout.root)]) == 0
-    assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
-
-
-def test_a_run_on_another_host_can_be_stopped_from_here(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str], brief_silence: float
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_a_run_on_another_host_can_be_stopped_from_here(layout, capsys, brief_silence, prepared):
     with controller_elsewhere(layout):
         threading.Timer(3 * brief_silence, layout.launcher.unlink).start()  # as it does when it has heard
         assert main(["stop", str(layout.root)]) == 0
@@ -629,68 +477,42 @@ def test_a_run_on_another_host_can_be_stopped_from_here(
 
 
 @pytest.mark.usefixtures("brief_silence")
-def test_a_run_on_another_host_that_is_silent_is_taken_for_dead(
-    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_a_run_on_another_host_that_is_silent_is_taken_for_dead(layout, capsys, prepared):
     launcher_elsewhere(layout)
     layout.status.write_text("{}")
     assert main(["stop", str(layout.root)]) == 0
     assert "this run is not running" in capsys.readouterr().out
 
 
-def test_a_run_directory_may_be_given_with_dots(
-    config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "deep")
-    assert main(["stop", f"{tmp_path}/link/../run"]) == 0
-    assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
-
-
-def test_a_launcher_that_ended_unreaped_is_not_taken_for_a_living_one(config: Config, layout: RunLayout) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    with living_launcher(layout) as launcher:
-        assert launcher_of(layout) == launcher.pid
-        launcher.send_signal(signal.SIGKILL)
-        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
-        assert launcher_of(layout) is None
-    assert launcher_of(layout) is None
-
-
-@pytest.mark.parametrize("changed", [{"start_ticks": 1}, {"boot_id": "before the machine was started again"}])
-def test_a_pid_that_was_given_to_another_process_is_not_the_launcher(
-    config: Config, layout: RunLayout, changed: dict[str, Any]
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    layout.launcher.write_text(json.dumps(ProcessIdentity.of_this_process().to_json() | changed))
-    assert launcher_of(layout) is None
-
-
-def test_a_living_launcher_is_known_whatever_the_clock_says(config: Config, layout: RunLayout) -> None:
+def test_a_living_launcher_is_known_whatever_the_clock_says(layout, prepared):
     """/proc counts the birth of a process from the boot: `date -s` moves psutil's create_time, but not this."""
-    prepare_run_dir(config, layout, resume=False, fresh=False)
     with living_launcher(layout) as launcher:
         record = json.loads(layout.launcher.read_bytes())
         ticks = int(Path(f"/proc/{launcher.pid}/stat").read_text().rpartition(")")[2].split()[19])
         assert record["start_ticks"] == ticks
         assert not any("time" in key for key in record)
         assert launcher_of(layout) == launcher.pid
+        launcher.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+        assert launcher_of(layout) is None
+    assert launcher_of(layout) is None
+    for changed in ({"start_ticks": 1}, {"boot_id": "before the machine was started again"}):
+        layout.launcher.write_text(json.dumps(ProcessIdentity.of_this_process().to_json() | changed))
+        assert launcher_of(layout) is None, "its pid was given to another process"
 
 
 # ------------------------------------------------------------------------------------------------- the run directory
 
 
 @pytest.fixture
-def brief_silence(monkeypatch: pytest.MonkeyPatch) -> float:
+def brief_silence(monkeypatch) -> float:
     """Seconds after which a run on another machine counts as dead."""
     monkeypatch.setattr("launch.run_directory.owner.SILENCE_S", 1.0)
     return 1.0
 
 
 @pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_process(monkeypatch) -> None:
     def refuse(*arguments: object, **settings: object) -> NoReturn:
         raise AssertionError(f"a process was started: {arguments}")
 
@@ -698,9 +520,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_process")
-def test_run_refuses_a_directory_that_exists_and_says_what_to_do(
-    lab: Lab, config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_refuses_a_directory_that_exists_and_says_what_to_do(lab, config, layout, capsys, monkeypatch):
     layout.root.mkdir(parents=True)
     layout.config.write_text('{"config": {}, "hash": ""}')
     words = ["run", str(lab.run_file("bench")), f"run.directory={str(layout.root)!r}"]
@@ -713,15 +533,19 @@ def test_run_refuses_a_directory_that_exists_and_says_what_to_do(
     assert [path.name for path in layout.root.iterdir()] == ["config.json"]
 
 
-def test_fresh_never_deletes_what_is_not_a_run(config: Config, layout: RunLayout) -> None:
+def test_what_is_not_a_run_is_neither_deleted_nor_resumed_and_an_empty_directory_may_become_one(config, layout):
+    with pytest.raises(RunDirectoryError, match="no run to resume"):
+        prepare_run_dir(config, layout, resume=True, fresh=False)
+    assert not layout.root.exists()
     layout.root.mkdir(parents=True)
     (layout.root / "thesis.tex").touch()
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         prepare_run_dir(config, layout, resume=False, fresh=True)
-    assert (layout.root / "thesis.tex").exists()
+    (layout.root / "thesis.tex").unlink()
+    assert prepare_run_dir(config, layout, resume=False, fresh=False).resume_step is None
 
 
-def test_fresh_starts_anew_and_resume_counts_on(config: Config, layout: RunLayout) -> None:
+def test_fresh_starts_anew_and_resume_counts_on(config, layout):
     assert prepare_run_dir(config, layout, resume=False, fresh=False).index == 0
     (layout.rollouts / "segment_000000.h5").touch()
     assert prepare_run_dir(config, layout, resume=True, fresh=False).index == 1
@@ -731,52 +555,27 @@ def test_fresh_starts_anew_and_resume_counts_on(config: Config, layout: RunLayou
     assert not list(layout.rollouts.glob("segment_*"))
 
 
-def test_an_empty_directory_may_become_a_run(config: Config, layout: RunLayout) -> None:
-    layout.root.mkdir(parents=True)
-    assert prepare_run_dir(config, layout, resume=False, fresh=False).resume_step is None
-
-
-def test_resume_of_nothing_is_refused(config: Config, layout: RunLayout) -> None:
-    with pytest.raises(RunDirectoryError, match="no run to resume"):
-        prepare_run_dir(config, layout, resume=True, fresh=False)
-    assert not layout.root.exists()
-
-
-def test_a_living_run_is_left_alone(config: Config, layout: RunLayout) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_a_living_run_is_left_alone(config, layout, prepared):
     with living_launcher(layout) as launcher:
-        for how in (
-            {"resume": True, "fresh": False},
-            {"resume": False, "fresh": True},
-            {"resume": False, "fresh": False},
-        ):
+        for resume, fresh in ((True, False), (False, True), (False, False)):
             with pytest.raises(RunDirectoryError, match=f"a run is active here .launcher pid {launcher.pid}"):
-                prepare_run_dir(config, layout, **how)
+                prepare_run_dir(config, layout, resume=resume, fresh=fresh)
     assert len(layout.attempts.read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("word", "key"),
-    [
-        ("run.seed=7", "run.seed"),
-        ("admission.group_size=8", "admission.group_size"),
-        ("data.shuffle=false", "data.shuffle"),
-    ],
-)
-def test_what_a_checkpoint_is_of_cannot_change_on_resume(
-    lab: Lab, config: Config, layout: RunLayout, word: str, key: str
-) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_what_a_checkpoint_is_of_cannot_change_on_resume_and_other_settings_are_told(lab, config, layout, prepared):
     before = layout.config.read_bytes()
-    other = load_config(lab.run_file("bench"), [f"run.directory={str(layout.root)!r}", word])
-    with pytest.raises(RunDirectoryError, match=f"cannot change on resume: {key}: "):
-        prepare_run_dir(other, layout, resume=True, fresh=False)
-    assert layout.config.read_bytes() == before
+    for word in ("run.seed=7", "admission.group_size=8", "data.shuffle=false"):
+        with pytest.raises(RunDirectoryError, match=f"cannot change on resume: {word.partition('=')[0]}: "):
+            prepare_run_dir(override(config, [word]), layout, resume=True, fresh=False)
+        assert layout.config.read_bytes() == before
+    other = override(config, ["run.num_steps=9", "trainer.learning_rate=1e-5"])
+    attempt = prepare_run_dir(other, layout, resume=True, fresh=False)
+    assert attempt.changed == ("run.num_steps: 6 → 9", "trainer.learning_rate: 0.0001 → 1e-05")
+    assert json.loads(layout.config.read_bytes())["config"]["run"]["num_steps"] == 9
 
 
-def test_datasets_may_move_and_neither_change_nor_come_or_go_on_resume(
-    lab: Lab, config: Config, layout: RunLayout, tmp_path: Path
-) -> None:
+def test_datasets_may_move_and_neither_change_nor_come_or_go_on_resume(lab, config, layout, tmp_path):
     def mixed(*tables: str) -> Config:
         return override(config, [f"data=[{', '.join(tables)}]"])
 
@@ -795,36 +594,14 @@ def test_datasets_may_move_and_neither_change_nor_come_or_go_on_resume(
     assert prepare_run_dir(mixed(first, moved), layout, resume=True, fresh=False).changed[0].startswith("data.1.path: ")
 
 
-def test_other_settings_may_change_and_are_told(lab: Lab, config: Config, layout: RunLayout) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    words = [f"run.directory={str(layout.root)!r}", "run.num_steps=9", "trainer.learning_rate=1e-5"]
-    other = load_config(lab.run_file("bench"), words)
-    attempt = prepare_run_dir(other, layout, resume=True, fresh=False)
-    assert attempt.changed == ("run.num_steps: 6 → 9", "trainer.learning_rate: 0.0001 → 1e-05")
-    assert json.loads(layout.config.read_bytes())["config"]["run"]["num_steps"] == 9
-
-
-def test_keys_are_made_anew_for_each_attempt_and_for_its_processes_alone(config: Config, layout: RunLayout) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
-    mint_keys(config, layout)
-    first = {path.name: path.read_bytes() for path in layout.secrets.iterdir() if path.is_file()}
-    mint_keys(config, layout)
-    second = {path.name: path.read_bytes() for path in layout.secrets.iterdir() if path.is_file()}
-    assert first.keys() == second.keys()
-    assert all(first[name] != second[name] for name in first)
-    assert layout.secrets.stat().st_mode & 0o777 == 0o700
-    assert all(path.stat().st_mode & 0o077 == 0 for path in layout.secrets.iterdir())
-
-
 @pytest.mark.usefixtures("brief_silence")
-def test_a_run_that_lives_on_another_host_is_not_deleted(config: Config, layout: RunLayout) -> None:
-    prepare_run_dir(config, layout, resume=False, fresh=False)
+def test_a_run_that_lives_on_another_host_is_not_deleted(config, layout, prepared):
     with controller_elsewhere(layout), pytest.raises(RunDirectoryError, match="a run is active here on another-host"):
         prepare_run_dir(config, layout, resume=False, fresh=True)
     assert prepare_run_dir(config, layout, resume=False, fresh=True).index == 0
 
 
-def test_a_terminal_obeys_nothing_of_what_an_error_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_obeys_nothing_of_what_an_error_quotes(capsys):
     assert main(["status", "nowhere\x1b[2J\x9b2J"]) == EXIT_CONFIG
     said = capsys.readouterr().err
     assert "nowhere\\x1b[2J\\x9b2J" in said
@@ -841,9 +618,7 @@ def test_a_terminal_obeys_nothing_of_what_an_error_quotes(capsys: pytest.Capture
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_a_demo_refuses_what_it_is_told_before_it_makes_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
+def test_a_demo_refuses_what_it_is_told_before_it_makes_a_model(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     assert main(["demo", *words]) == EXIT_CONFIG
     assert said in capsys.readouterr().err

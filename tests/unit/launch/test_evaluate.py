@@ -1,4 +1,4 @@
-"""`rlhpc evaluate` before it starts anything: what it takes, what it refuses, and what it makes of samples."""
+"""`rlhpc evaluate` before it starts anything, what it makes of samples, and how it follows a run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 import tomllib
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, field_serializer
 
 from launch.checks.preflight import preflight_sampling
 from launch.cli import main
@@ -35,11 +40,10 @@ from launch.evaluate.evaluation import (
     preview_evaluations,
     report_of,
 )
-from launch.evaluate.follow import Curves, DatasetFollower, RunLife
-from launch.evaluate.job import _words
+from launch.evaluate.follow import Curves, DatasetFollower, RunLife, follow_run
+from launch.evaluate.job import TimeIsUp, TimeWarning, _words
 from launch.evaluate.request import (
     Request,
-    Target,
     checkpoint_digest,
     evaluation_config,
     find_target,
@@ -69,18 +73,19 @@ from rlhpc.metrics.evaluations import (
 )
 from rlhpc.protocol.errors import EXIT_CONFIG, CheckpointError, ConfigError, RunDirectoryError
 from rlhpc.training.checkpoint_directory import begin, complete
-from tests.tiny_models import make_tiny_checkpoint
+from tests import build
 from tests.unit.doc_pages import ROOT, blocks_in, commands_of_block
-from tests.unit.roles.small_ring import small_config
+
+# --------------------- `rlhpc evaluate` before it starts anything: what it takes, what it refuses, and what it makes of
 
 LONGER = "generation.max_prompt_tokens=12"
-NEEDED = ["data.task=integer_arithmetic", "generation.max_prompt_tokens=12", "generation.max_completion_tokens=8"]
+NEEDED = ["data.task=integer_arithmetic", LONGER, "generation.max_completion_tokens=8"]
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path, lab) -> Path:
     write_dataset(tmp_path / "test.jsonl", 6, seed=0)
-    return make_tiny_checkpoint(tmp_path / "model")
+    return shutil.copytree(lab.model, tmp_path / "model")
 
 
 def settings_of(model: Path, *words: str) -> EvaluationSettings:
@@ -88,15 +93,18 @@ def settings_of(model: Path, *words: str) -> EvaluationSettings:
     return EvaluationSettings(config, "model on test", 2, 3, 1.0, {"model": "m", "data": ["d"]})
 
 
-def a_run(model: Path, *steps: int) -> RunLayout:
+def a_run(model: Path, *steps: int, **tables: Any) -> RunLayout:
+    """A run with checkpoints of these steps; tables: of its run file, over those of a small one."""
     layout = RunLayout(model.parent / "runs" / "first")
     layout.root.mkdir(parents=True)
-    config = small_config()
     own = {"dtype": "float32", "chat_template_kwargs": {"enable_thinking": False}}
-    tables = {"model": {"path": str(model), **own}, "data": {"path": "d", "task": "integer_arithmetic"}}
-    tables["run"] = {"name": "small", "num_steps": 12, "seed": 7}
-    tables["generation"] = {"max_prompt_tokens": 5, "max_completion_tokens": 6, "kv_cache_bytes": 1, "temperature": 0.5}
-    write_resolved(type(config).model_validate(config.model_dump() | tables), layout, "")
+    usual: dict[str, Any] = {"model": {"path": str(model), **own}, "data": {"path": "d", "task": "integer_arithmetic"}}
+    usual["run"] = {"name": "small", "num_steps": 12, "seed": 7}
+    usual["generation"] = {"max_prompt_tokens": 5, "max_completion_tokens": 6, "kv_cache_bytes": 1, "temperature": 0.5}
+    usual["admission"] = {"max_staleness": 2, "window_groups": 1}
+    for name, table in tables.items():
+        usual[name] = usual.get(name, {}) | table if isinstance(table, dict) else table
+    write_resolved(build.config(trainer={"backend": "reference"}, transport={"kind": "tcp"}, **usual), layout, "")
     for step in steps:
         place = begin(layout.checkpoint(step))
         (place / "trainer").mkdir()
@@ -105,10 +113,18 @@ def a_run(model: Path, *steps: int) -> RunLayout:
     return layout
 
 
+def request_for(model: Path, **how: Any) -> Request:
+    return Request("d", model.parent / "test.jsonl", words=(LONGER,), **how)
+
+
+def identity_of(config: Config) -> dict[str, Any]:
+    return EvaluationSettings(config, "t", 1, 1, 1.0, {}).identity
+
+
 # ------------------------------------------------------------------------------------------------------------- model
 
 
-def test_the_example_for_an_exported_model_makes_the_prompts_of_its_run(model: Path) -> None:
+def test_the_example_for_an_exported_model_makes_the_prompts_of_its_run(model):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     made = model.parent / "test.jsonl"
     made.write_text(next(block for language, block in blocks_in(readme) if language == "json"))
@@ -123,9 +139,7 @@ def test_the_example_for_an_exported_model_makes_the_prompts_of_its_run(model: P
 
 
 @pytest.mark.starts
-def test_in_a_job_what_engines_compile_lies_on_the_node_until_the_command_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_in_a_job_what_engines_compile_lies_on_the_node_until_the_command_ends(monkeypatch, tmp_path):
     """Not in a home directory on a network, with a quota of files; but where the user says so."""
     for variable in ("SLURM_JOB_ID", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "CUDA_CACHE_PATH"):
         monkeypatch.delenv(variable, raising=False)
@@ -145,7 +159,7 @@ def test_in_a_job_what_engines_compile_lies_on_the_node_until_the_command_ends(
     assert "TRITON_CACHE_DIR" not in os.environ
 
 
-def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(model: Path) -> None:
+def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(model):
     layout = a_run(model, 4, 12)
     target = find_target(layout.root, None)
     assert (target.title, target.checkpoint) == ("small-step_000012", layout.checkpoint(12))
@@ -159,7 +173,7 @@ def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(m
     assert config.data[0].path == model.parent / "test.jsonl"
 
 
-def test_on_cpu_the_engine_takes_what_the_runs_engine_took(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cpu_the_engine_takes_what_the_runs_engine_took(model, monkeypatch):
     layout = a_run(model, 4)
     target = find_target(layout.root, None)
     data = model.parent / "test.jsonl"
@@ -171,48 +185,34 @@ def test_on_cpu_the_engine_takes_what_the_runs_engine_took(model: Path, monkeypa
     assert told.generation.kv_cache_bytes == 9
 
 
-def test_a_run_of_dialogues_is_evaluated_by_its_environment_and_in_one_turn_if_told_so(model: Path) -> None:
-    layout = a_run(model, 4)
-    config = read_resolved(layout)[0].model_dump(mode="json")
-    config["data"] = [{"path": "d", "task": "environment", "environment": "x:Y", "use_chat_template": True}]
-    config["environment"] = {"max_turns": 3}
-    layout.config.unlink()
-    write_resolved(Config.model_validate(config), layout, "")
-    data = model.parent / "test.jsonl"
-    settings = EvaluationSettings(evaluation_config(find_target(layout.root, None), data, []), "t", 1, 1, 1.0, {})
-    assert (settings.config.environment.max_turns, settings.identity["environment.max_turns"]) == (3, 3)
+def test_a_run_of_dialogues_is_evaluated_by_its_environment_and_in_one_turn_if_told_so(model):
+    asked = {"path": "d", "task": "environment", "environment": "x:Y", "use_chat_template": True}
+    layout, data = a_run(model, 4, data=[asked], environment={"max_turns": 3}), model.parent / "test.jsonl"
+    config = evaluation_config(find_target(layout.root, None), data, [])
+    assert (config.environment.max_turns, identity_of(config)["environment.max_turns"]) == (3, 3)
     plain = ["data.environment=", "data.task=integer_arithmetic"]
     alone = evaluation_config(find_target(layout.root, None), data, plain)
     assert (alone.data[0].environment, alone.environment.max_turns) == ("", 8)
 
 
-def test_stop_strings_are_the_runs_or_those_of_the_evaluation_whatever_characters_they_have(model: Path) -> None:
-    layout = a_run(model, 4)
-    config = read_resolved(layout)[0].model_dump(mode="json")
-    config["generation"]["stop"] = ["\n\n"]
+def test_stop_strings_are_the_runs_or_those_of_the_evaluation_whatever_characters_they_have(model):
     odd = ['"\\', "\x7f\x01\n", "\U0001f642", "é]"]
-    evaluations = [
+    tables = [
         {"path": "d", "name": "a"},
         {"path": "d", "name": "b", "stop": odd},
         {"path": "d", "name": "c", "stop": []},
     ]
-    config["evaluation"] = evaluations
-    layout.config.unlink()
-    write_resolved(Config.model_validate(config), layout, "")
+    layout = a_run(model, 4, generation={"stop": ["\n\n"]}, evaluation=tables)
     target = find_target(layout.root, None)
     for request, stop in zip(of_run_file(read_resolved(layout)[0]), (["\n\n"], odd, []), strict=True):
         settings = evaluation_config(target, model.parent / "test.jsonl", request.words)
-        assert EvaluationSettings(settings, "t", 1, 1, 1.0, {}).identity["generation.stop"] == stop
+        assert identity_of(settings)["generation.stop"] == stop
 
 
-def test_of_a_run_on_several_datasets_one_says_how_its_kind_is_asked_and_judged(model: Path) -> None:
-    layout = a_run(model, 4)
+def test_of_a_run_on_several_datasets_one_says_how_its_kind_is_asked_and_judged(model):
     sums = {"path": "d", "task": "integer_arithmetic", "name": "sums", "max_completion_tokens": 3}
     essays = {"path": str(model.parent / "essays.jsonl"), "task": "math_answer", "weight": 5.0}
-    config = small_config()
-    tables = config.model_dump() | {"data": [sums, essays], "model": {"path": str(model)}}
-    write_resolved(type(config).model_validate(tables), layout, "")
-    target, data = find_target(layout.root, None), model.parent / "test.jsonl"
+    target, data = find_target(a_run(model, 4, data=[sums, essays]).root, None), model.parent / "test.jsonl"
     with pytest.raises(
         ConfigError, match=r"test.jsonl: belongs to none of the run's datasets; add data.name=NAME.*sums, essays"
     ):
@@ -223,17 +223,24 @@ def test_of_a_run_on_several_datasets_one_says_how_its_kind_is_asked_and_judged(
     assert (like_sums.data[0].task, like_sums.generation.max_completion_tokens) == ("integer_arithmetic", 3)
     assert like_sums.data[0].path == data
     own = evaluation_config(target, model.parent / "essays.jsonl", [])
-    assert (own.data[0].task, own.generation.max_completion_tokens) == ("math_answer", 8)
+    assert (own.data[0].task, own.generation.max_completion_tokens) == ("math_answer", 6)
 
 
-def test_one_step_of_a_run_is_meant_by_number_or_by_its_directory(model: Path) -> None:
+def test_a_model_is_known_by_its_digest_and_a_step_by_number_or_directory(model):
     layout = a_run(model, 4, 12)
     by_number, by_path = find_target(layout.root, 4), find_target(layout.checkpoint(4), None)
     assert by_number == by_path
     assert by_number.digest == by_path.digest != find_target(layout.root, 12).digest
+    assert by_number.home == layout.root / "evaluations"
+    before = find_target(model, None).digest
+    weights = next(model.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert find_target(model, None).digest != before
 
 
-def test_the_average_of_a_step_is_another_model_in_a_directory_of_its_own(model: Path) -> None:
+def test_the_average_of_a_step_is_another_model_in_a_directory_of_its_own(model):
     layout, data, long = a_run(model, 4), model.parent / "test.jsonl", "generation.max_prompt_tokens=12"
     target = find_target(layout.root, None)
     plain, average = (
@@ -247,7 +254,7 @@ def test_the_average_of_a_step_is_another_model_in_a_directory_of_its_own(model:
         evaluate(options_of(str(model), str(data), *NEEDED, "--ema"))
 
 
-def test_a_damaged_checkpoint_is_passed_over_or_refused(model: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_or_refused(model):
     layout = a_run(model, 4, 12)
     (layout.checkpoint(12) / "trainer" / "weights").write_bytes(b"xy")
     assert find_target(layout.root, None).checkpoint == layout.checkpoint(4)
@@ -257,52 +264,33 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(model: Path) -> None:
         find_target(layout.root, 7)
 
 
-def test_a_changed_model_has_another_digest(model: Path) -> None:
-    before = find_target(model, None).digest
-    weights = next(model.glob("*.safetensors"))
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    assert find_target(model, None).digest != before
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (
-            ["no-model", "test.jsonl"],
-            "no-model: no such directory; legal: an HF checkpoint, or a run directory (`rlhpc list` shows your runs)",
-        ),
+        (["no-model", "test.jsonl"], "no-model: no such directory; legal: an HF checkpoint, or a run directory"),
         (["model", "test.jsonl", "--step", "3"], "--step 3: "),
         (["model", "test.jsonl"], "generation.max_completion_tokens: missing; it has no default"),
         (["model", "no.jsonl", *NEEDED], "no.jsonl does not exist"),
-        (["model", "test.jsonl", *NEEDED, "data.path=x"], "the dataset is the second argument"),
-        (["model", "test.jsonl", *NEEDED, "generation.temperature=0.5"], "an evaluation has --temperature for it"),
-        (["model", "test.jsonl", *NEEDED, "trainer.learning_rate=1"], "not a setting of an evaluation; legal: data.…"),
-        (["model", "test.jsonl", *NEEDED, "generation.max_completion=3"], "did you mean"),
-        (["model", "test.jsonl", *NEEDED, "data.task=sums"], "data.task='sums' is not a task"),
-        (["model", "test.jsonl", *NEEDED, "data.prompt_template={q}"], "no field 'q'"),
-        (
-            ["model", "test.jsonl", *NEEDED, "data.environment=x:Y", "data.use_chat_template=true"],
-            "there is no module 'x' here",
-        ),
-        (
-            ["model", "test.jsonl", *NEEDED, "data.environment=agent", "data.use_chat_template=true"],
-            "agents are not evaluated",
-        ),
-        (["model", "test.jsonl", *NEEDED, "--samples", "0"], "--samples 0; legal: 1 or more"),
-        (["model", "test.jsonl", *NEEDED, "--prompts", "0"], "--prompts 0; legal: 1 or more"),
-        (["model", "test.jsonl", *NEEDED, "--temperature", "-1"], "--temperature -1; legal: 0"),
-        (["model", "test.jsonl", *NEEDED, "--temperature", "0.005"], "--temperature 0.005; legal: 0 (the most"),
-        (["model", "test.jsonl", *NEEDED, "--temperature", "0", "--samples", "2"], "would be the same"),
+        (["data.path=x"], "the dataset is the second argument"),
+        (["generation.temperature=0.5"], "an evaluation has --temperature for it"),
+        (["trainer.learning_rate=1"], "not a setting of an evaluation; legal: data.…"),
+        (["generation.max_completion=3"], "did you mean"),
+        (["data.task=sums"], "data.task='sums' is not a task"),
+        (["data.prompt_template={q}"], "no field 'q'"),
+        (["data.environment=x:Y", "data.use_chat_template=true"], "there is no module 'x' here"),
+        (["data.environment=agent", "data.use_chat_template=true"], "agents are not evaluated"),
+        (["--samples", "0"], "--samples 0; legal: 1 or more"),
+        (["--prompts", "0"], "--prompts 0; legal: 1 or more"),
+        (["--temperature", "-1"], "--temperature -1; legal: 0"),
+        (["--temperature", "0.005"], "--temperature 0.005; legal: 0 (the most"),
+        (["--temperature", "0", "--samples", "2"], "would be the same"),
     ],
-)
-def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
-    words: list[str], text: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(words, text, model, monkeypatch, capsys):
     monkeypatch.chdir(model.parent)
     before = sorted(model.parent.iterdir())
-    assert main(["evaluate", *words]) == EXIT_CONFIG
+    usual = [] if "model" in words[0] else ["model", "test.jsonl", *NEEDED]
+    assert main(["evaluate", *usual, *words]) == EXIT_CONFIG
     assert text in capsys.readouterr().err
     assert sorted(model.parent.iterdir()) == before
 
@@ -317,7 +305,7 @@ def open_directory(directory: Path, settings: EvaluationSettings, *, is_fresh: b
     return said
 
 
-def test_settings_come_back_as_they_were(model: Path, tmp_path: Path) -> None:
+def test_settings_come_back_as_they_were_and_more_samples_go_on_with_what_is_there(model, tmp_path):
     settings = settings_of(model)
     assert read_settings(tmp_path) is None
     settings.write(tmp_path)
@@ -325,42 +313,34 @@ def test_settings_come_back_as_they_were(model: Path, tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("{")
     with pytest.raises(ConfigError, match=f"{NAME}: damaged"):
         read_settings(tmp_path)
-
-
-def test_more_samples_and_other_engines_go_on_with_what_is_there(model: Path, tmp_path: Path) -> None:
-    open_directory(tmp_path / "e", settings_of(model))
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / f".{NAME}.0123456789ab.tmp").write_text("{")  # of a command killed while it wrote its settings
+    assert open_directory(tmp_path / "e", settings) == []
     more = replace(settings_of(model, "generation.num_replicas=2"), samples_per_prompt=8, num_prompts=6)
     assert open_directory(tmp_path / "e", more) == []
     assert read_settings(tmp_path / "e") == more
 
 
-@pytest.mark.parametrize(
-    ("words", "changes", "text"),
-    [
+def test_samples_of_another_evaluation_are_not_mixed_in(model, tmp_path):
+    there = tmp_path / "e"
+    for words, changes, text in (
         (["generation.max_completion_tokens=9"], {}, "generation.max_completion_tokens: 9, of the samples 8"),
         (["data.prompt_template=Q: {prompt}"], {}, "data.prompt_template: 'Q: {prompt}', of the samples '{prompt}'"),
         (["run.seed=1"], {}, "run.seed: 1, of the samples 0"),
         ([], {"temperature": 0.5}, "temperature: 0.5, of the samples 1.0"),
         ([], {"inputs": {"model": "other", "data": ["d"]}}, "inputs.model: 'other', of the samples 'm'"),
-    ],
-)
-def test_samples_of_another_evaluation_are_not_mixed_in(
-    words: list[str], changes: dict[str, object], text: str, model: Path, tmp_path: Path
-) -> None:
-    open_directory(tmp_path / "e", settings_of(model))
-    (tmp_path / "e" / "samples-0.jsonl").touch()
-    other = replace(settings_of(model, *words), **changes)  # type: ignore[arg-type]
-    with pytest.raises(RunDirectoryError) as refusal:
-        open_directory(tmp_path / "e", other)
-    assert text in str(refusal.value)
-    assert (tmp_path / "e" / "samples-0.jsonl").exists()
-    assert open_directory(tmp_path / "e", other, is_fresh=True) == [
-        f"{tmp_path / 'e'} is deleted, and the evaluation starts over"
-    ]
-    assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".lock", NAME]
+    ):
+        open_directory(there, settings_of(model), is_fresh=True)
+        (there / "samples-0.jsonl").touch()
+        other = replace(settings_of(model, *words), **changes)
+        with pytest.raises(RunDirectoryError, match=re.escape(text)):
+            open_directory(there, other)
+        assert (there / "samples-0.jsonl").exists()
+        assert open_directory(there, other, is_fresh=True) == [f"{there} is deleted, and the evaluation starts over"]
+        assert sorted(path.name for path in there.iterdir()) == [".lock", NAME]
 
 
-def test_settings_that_this_version_cannot_read_are_refused_and_deleted_with_fresh(model: Path, tmp_path: Path) -> None:
+def test_settings_that_this_version_cannot_read_are_refused_and_deleted_with_fresh(model, tmp_path):
     open_directory(tmp_path / "e", settings_of(model))
     (tmp_path / "e" / "samples-0.jsonl").touch()
     (tmp_path / "e" / NAME).write_text('{"mine": 1}')
@@ -375,13 +355,7 @@ def test_settings_that_this_version_cannot_read_are_refused_and_deleted_with_fre
     assert read_settings(tmp_path / "e") == settings_of(model)
 
 
-def test_a_command_killed_while_it_wrote_its_settings_is_repeated(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / f".{NAME}.0123456789ab.tmp").write_text("{")
-    assert open_directory(tmp_path / "e", settings_of(model)) == []
-
-
-def test_a_job_is_told_the_temperature_to_its_last_digit(model: Path) -> None:
+def test_a_job_is_told_the_temperature_to_its_last_digit(model):
     """Otherwise it refuses the directory that its own submission has prepared."""
     target = find_target(model, None)
     request = Request("d", model.parent / "test.jsonl", words=tuple(NEEDED), temperature=0.12345678)
@@ -389,7 +363,7 @@ def test_a_job_is_told_the_temperature_to_its_last_digit(model: Path) -> None:
     assert float(words[words.index("--temperature") + 1]) == request.temperature
 
 
-def test_one_command_at_a_time_and_no_directory_of_somebody_else(model: Path, tmp_path: Path) -> None:
+def test_one_command_at_a_time_and_no_directory_of_somebody_else(model, tmp_path):
     settings = settings_of(model)
     with (
         evaluation_directory(tmp_path / "e", settings, is_fresh=False, tell=print),
@@ -410,7 +384,7 @@ def sample(prompt: int, number: int, verdict: str = "correct", finish_reason: st
     return EvaluatedSample(prompt, number, "test.jsonl:1", "", 10 * prompt, finish_reason, verdict, reward, answer)
 
 
-def test_the_figures_of_many_samples_need_none_of_their_texts_at_once(model: Path) -> None:
+def test_the_figures_of_many_samples_need_none_of_their_texts_at_once(model):
     settings = replace(settings_of(model), num_prompts=100)
     length = 50_000
     samples = (
@@ -427,7 +401,7 @@ def test_the_figures_of_many_samples_need_none_of_their_texts_at_once(model: Pat
     assert peak < 20 * length  # of 400 texts
 
 
-def test_a_report_needs_all_samples_and_only_those_that_were_asked_for(model: Path) -> None:
+def test_a_report_needs_all_samples_and_only_those_that_were_asked_for(model):
     settings = settings_of(model)  # three prompts, two samples each
     samples = [
         sample(0, 0), sample(0, 1, "wrong"), sample(1, 0, "verifier_error"), sample(1, 1, finish_reason="length"),
@@ -448,12 +422,6 @@ def test_a_report_needs_all_samples_and_only_those_that_were_asked_for(model: Pa
     assert json.loads(json.dumps(report.as_json()))["figures"]["pass@1"]["value"] == 0.5
 
 
-def test_evaluations_of_a_run_lie_in_its_directory(model: Path) -> None:
-    layout = a_run(model, 4)
-    assert find_target(layout.root, None).home == layout.root / "evaluations"
-    assert isinstance(find_target(model, None), Target)
-
-
 # ------------------------------------------------------------------------------------------- what a run file asks for
 
 
@@ -461,11 +429,7 @@ TABLE = {"name": "held-out", "samples": 2, "prompts": 3, "keep_best": "pass@2", 
 
 
 def with_table(model: Path, **keys: object) -> RunLayout:
-    layout = a_run(model, 4, 12)
-    config, _ = read_resolved(layout)
-    table = {"path": str(model.parent / "test.jsonl"), **TABLE, **keys}
-    write_resolved(type(config).model_validate(config.model_dump() | {"evaluation": [table]}), layout, "")
-    return layout
+    return a_run(model, 4, 12, evaluation=[{"path": str(model.parent / "test.jsonl"), **TABLE, **keys}])
 
 
 def options_of(*words: str) -> argparse.Namespace:
@@ -474,7 +438,7 @@ def options_of(*words: str) -> argparse.Namespace:
     return parser.parse_args([*words])
 
 
-def test_samples_count_by_what_a_judge_is_asked_and_not_by_the_name_of_the_file(model: Path) -> None:
+def test_samples_count_by_what_a_judge_is_asked_and_not_by_the_name_of_the_file(model):
     data, template = model.parent / "test.jsonl", model.parent / "rubric.txt"
     judge = ["data.task=llm_judge", "judge.endpoint=http://127.0.0.1:9/v1", "judge.model=m"]
     words, target = [*NEEDED[1:], *judge, f"judge.template_file={template}"], find_target(model, None)
@@ -487,7 +451,7 @@ def test_samples_count_by_what_a_judge_is_asked_and_not_by_the_name_of_the_file(
     assert differing == {"inputs.judge.template_file"}
 
 
-def test_a_run_file_says_whether_its_average_is_evaluated(model: Path) -> None:
+def test_a_run_file_says_whether_its_average_is_evaluated(model):
     layout = with_table(model, keep_best="", stop_after=None, max_prompt_tokens=12)
     target = find_target(layout.root, 4)
     assert not requests_of(options_of(str(layout.root)), target)[0].is_average
@@ -502,7 +466,7 @@ def test_a_run_file_says_whether_its_average_is_evaluated(model: Path) -> None:
     assert "--ema" in _words(plan_evaluation(target, request))
 
 
-def test_a_run_file_says_what_the_words_of_a_command_would(model: Path) -> None:
+def test_a_run_file_says_what_the_words_of_a_command_would(model):
     layout = with_table(model, max_completion_tokens=4, task="math_answer", num_replicas=2, every_steps=50)
     target = find_target(layout.root, 4)
     (request,) = requests_of(options_of(str(layout.root)), target)
@@ -513,41 +477,28 @@ def test_a_run_file_says_what_the_words_of_a_command_would(model: Path) -> None:
     assert config.generation.max_completion_tokens == 4
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--samples", "3"], "--samples 3: without DATA, [[evaluation]] of the run file says it; name DATA"),
-        (["--follow", "--keep-best", "reward"], "--keep-best reward: without DATA"),
-        (["data.task=math_answer"], "data.task=math_answer: DATA comes before settings"),
-        (["--follow", "--step", "4"], "--step 4: not with --follow"),
-        (
-            ["d.jsonl", "--follow", "--site", "s.toml"],
-            "a job that follows a run evaluates its [[evaluation]]",
-        ),
-        (["--keep-best", "reward"], "--keep-best reward: legal with --follow only"),
-    ],
-)
-def test_words_that_contradict_the_run_file_are_refused(
-    words: list[str], text: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_that_contradict_the_run_file_are_refused(model, capsys):
     layout = with_table(model)
-    assert main(["evaluate", str(layout.root), *words]) == EXIT_CONFIG
-    assert text in capsys.readouterr().err
-
-
-def test_only_a_run_says_what_it_is_evaluated_on(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, text in (
+        ("--samples 3", "--samples 3: without DATA, [[evaluation]] of the run file says it; name DATA"),
+        ("--follow --keep-best reward", "--keep-best reward: without DATA"),
+        ("data.task=math_answer", "data.task=math_answer: DATA comes before settings"),
+        ("--follow --step 4", "--step 4: not with --follow"),
+        ("d.jsonl --follow --site s.toml", "a job that follows a run evaluates its [[evaluation]]"),
+        ("--keep-best reward", "--keep-best reward: legal with --follow only"),
+    ):
+        assert main(["evaluate", str(layout.root), *typed.split()]) == EXIT_CONFIG
+        assert text in capsys.readouterr().err
+    shutil.rmtree(layout.root)
     for place, why in (
         (model, "only a run has datasets of its own, here or of --run RUN"),
         (a_run(model, 4).root, "the run has no [[evaluation]] that names any; legal: a file or directory"),
     ):
         assert main(["evaluate", str(place)]) == EXIT_CONFIG
-        said = capsys.readouterr().err
-        assert f"{place}: DATA is missing, and {why}" in said
+        assert f"{place}: DATA is missing, and {why}" in capsys.readouterr().err
 
 
-def test_an_hf_checkpoint_is_evaluated_with_the_settings_of_a_run_that_is_named(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_hf_checkpoint_is_evaluated_with_the_settings_of_a_run_that_is_named(model, capsys):
     layout, data = a_run(model, 4), model.parent / "test.jsonl"
     settings, _ = read_resolved(layout)
     target = with_settings_of(find_target(model, None), layout.root)
@@ -561,7 +512,7 @@ def test_an_hf_checkpoint_is_evaluated_with_the_settings_of_a_run_that_is_named(
     assert "not with --follow" in capsys.readouterr().err
 
 
-def test_what_an_evaluation_would_fail_by_is_told_before_the_run(model: Path) -> None:
+def test_what_an_evaluation_would_fail_by_is_told_before_the_run(model):
     config, _ = read_resolved(with_table(model, max_prompt_tokens=12))
     assert preview_evaluations(config) == ["evaluation  held-out: 6 records"]
     for keys, text in (
@@ -581,7 +532,7 @@ def note(layout: RunLayout, name: str, step: int, attempt: int | None = None, **
     (place / "summary.json").write_text(json.dumps({"figures": figures, "attempt": attempt}))
 
 
-def test_past_figures_are_read_from_their_directories(model: Path) -> None:
+def test_past_figures_are_read_from_their_directories(model):
     layout = a_run(model)
     assert RunView(layout).evaluations == {}
     for step, value in ((12, 0.4), (4, 0.5), (100, 0.3)):
@@ -609,7 +560,7 @@ def life_of(layout: RunLayout, phase: str, unix_time_s: float) -> tuple[bool, bo
     return life.is_over, life.shows
 
 
-def test_a_run_is_over_when_it_has_been_stopped_while_somebody_looked(model: Path) -> None:
+def test_a_run_is_over_when_it_has_been_stopped_while_somebody_looked(model):
     layout = a_run(model, 4)
     assert life_of(layout, "training", time.time()) == (False, True)
     assert life_of(layout, "stopped", time.time() - 100) == (False, True)  # of the attempt before
@@ -623,7 +574,7 @@ def test_a_run_is_over_when_it_has_been_stopped_while_somebody_looked(model: Pat
 
 
 @pytest.mark.waits
-def test_a_run_that_is_begun_anew_while_somebody_looks_is_followed_all_the_same(tmp_path: Path) -> None:
+def test_a_run_that_is_begun_anew_while_somebody_looks_is_followed_all_the_same(tmp_path):
     """An attempt that begins deletes the status; `--fresh` deletes everything."""
     layout, are_done = RunLayout(tmp_path), threading.Event()
     life, course = RunLife(layout, patience_s=600.0), DatasetFollower(layout, Request("d", tmp_path))
@@ -647,9 +598,7 @@ def test_a_run_that_is_begun_anew_while_somebody_looks_is_followed_all_the_same(
         other.join()
 
 
-def test_a_run_of_jobs_is_over_when_slurm_says_twice_that_none_is_left(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_jobs_is_over_when_slurm_says_twice_that_none_is_left(model, monkeypatch):
     """Before a time limit its controller leaves as if it were stopped; another life of the job goes on."""
     layout, looks = a_run(model, 4), list[QueueLook]()
     monkeypatch.setattr(follow, "look_at_jobs", lambda jobs: looks.pop(0))
@@ -677,9 +626,9 @@ def save(layout: RunLayout, step: int, attempt: int = 0) -> None:
     complete(place, layout.checkpoint(step), {"attempt": attempt})
 
 
-def test_a_checkpoint_is_due_that_is_far_enough_from_the_last_one(model: Path) -> None:
+def test_a_checkpoint_is_due_that_is_far_enough_from_the_last_one(model):
     layout = a_run(model, 4, 12)
-    course = DatasetFollower(layout, Request("d", model.parent / "test.jsonl", every=10))
+    course = DatasetFollower(layout, request_for(model, every=10))
     assert course.due(is_last=False) == 12
     note(layout, "d", 12, reward=0.5)
     for step, due in ((20, None), (22, 22)):
@@ -688,12 +637,23 @@ def test_a_checkpoint_is_due_that_is_far_enough_from_the_last_one(model: Path) -
         assert course.due(is_last=True) == step
 
 
+def test_a_step_is_due_again_once_it_has_another_model(model):
+    layout = a_run(model, 4, 12)
+    course = DatasetFollower(layout, request_for(model))
+    course._tried.add((12, checkpoint_digest(layout.checkpoint(12))))
+    assert course.due(is_last=True) is None
+    shutil.rmtree(layout.checkpoint(12))
+    assert course.due(is_last=True) == 4  # the run went back
+    save(layout, 12, attempt=1)
+    assert course.due(is_last=True) == 12
+
+
 def begins(layout: RunLayout, *steps: int) -> None:
     lines = [json.dumps({"index": index, "resume_step": step}) for index, step in enumerate(steps)]
     layout.attempts.write_text("\n".join(lines) + "\n")
 
 
-def test_figures_of_steps_that_were_undone_decide_nothing(model: Path) -> None:
+def test_figures_of_steps_that_were_undone_decide_nothing(model):
     layout = a_run(model)
     request = Request("d", model, best="reward", stop_after=2)
     for step, value in ((50, 0.5), (100, 0.9), (150, 0.6), (200, 0.6)):
@@ -716,32 +676,29 @@ def test_figures_of_steps_that_were_undone_decide_nothing(model: Path) -> None:
     assert follow._kept_value(layout, best, "reward") == 0.9
 
 
-def test_the_best_model_is_kept_of_a_checkpoint_that_the_run_has_deleted_meanwhile(model: Path) -> None:
+@pytest.mark.parametrize("is_better_moved_away", [False, True])
+def test_the_best_model_is_kept_of_a_checkpoint_that_the_run_has_deleted_meanwhile(model, is_better_moved_away):
+    """A command that was killed while it kept a model has not lost the better one, which it had moved away."""
     layout, said = a_run(model, 4), list[str]()
-    request = Request("d", model.parent / "test.jsonl", words=("generation.max_prompt_tokens=12",), best="reward")
-    evaluation = plan_evaluation(find_target(layout.root, 4), request)
+    evaluation = plan_evaluation(find_target(layout.root, 4), request_for(model, best="reward"))
     shutil.rmtree(layout.checkpoint(4))
-    figures = {"reward": Estimate(0.5, 0.4, 0.6, 3)}
     layout.evaluations.mkdir()
-    weights = model.rename(model.with_name("drawn"))
-    report = Report("small-step_000004 on d", 1.0, 1, 3, figures, 4.0, 0.0, 0)
-    follow._keep_if_best(layout, 4, evaluation, report, weights, "reward", said.append)
+    moved_away = layout.evaluations / ".best-d.old"
+    if is_better_moved_away:
+        moved_away.mkdir()
+        figures = {"step": 2, "attempt": 0, "figures": {"reward": {"value": 0.9}}, "title": "better"}
+        (moved_away / "rlhpc_figures.json").write_text(json.dumps(figures))
+    report = Report("small-step_000004 on d", 1.0, 1, 3, {"reward": Estimate(0.5, 0.4, 0.6, 3)}, 4.0, 0.0, 0)
+    drawn = model.rename(model.with_name("drawn"))
+    follow._keep_if_best(layout, 4, evaluation, report, drawn, "reward", said.append)
     kept = json.loads((layout.evaluations / "best-d" / "rlhpc_figures.json").read_bytes())
-    assert (kept["step"], kept["attempt"], kept["title"]) == (4, 0, report.title)
+    expected = (2, 0, "better") if is_better_moved_away else (4, 0, report.title)
+    assert (kept["step"], kept["attempt"], kept["title"]) == expected
+    assert not moved_away.exists()
+    assert bool(said) != is_better_moved_away
 
 
-def test_a_step_is_due_again_once_it_has_another_model(model: Path) -> None:
-    layout = a_run(model, 4, 12)
-    course = DatasetFollower(layout, Request("d", model.parent / "test.jsonl"))
-    course._tried.add((12, checkpoint_digest(layout.checkpoint(12))))
-    assert course.due(is_last=True) is None
-    shutil.rmtree(layout.checkpoint(12))
-    assert course.due(is_last=True) == 4  # the run went back
-    save(layout, 12, attempt=1)
-    assert course.due(is_last=True) == 12
-
-
-def test_curves_go_on_after_the_run_has_begun_afresh(tmp_path: Path) -> None:
+def test_curves_go_on_after_the_run_has_begun_afresh(tmp_path):
     """`rlhpc run --fresh` deletes the run directory, of which a command that follows it has a file open."""
     directory = tmp_path / "evaluations" / "tensorboard"
     curves = Curves(directory)
@@ -753,10 +710,10 @@ def test_curves_go_on_after_the_run_has_begun_afresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.starts
-def test_ctrl_c_ends_an_evaluation_also_where_its_samples_cannot_be_counted(model: Path) -> None:
+def test_ctrl_c_ends_an_evaluation_also_where_its_samples_cannot_be_counted(model):
     """Another error in its place would cost one evaluation, and whoever follows a run would go on."""
     layout = a_run(model, 4)
-    request = Request("d", model.parent / "test.jsonl", words=(LONGER,))
+    request = request_for(model)
     evaluation = plan_evaluation(find_target(layout.root, 4), request)
     evaluation = replace(evaluation, target=replace(evaluation.target, checkpoint=None))  # nothing is exported
     evaluated(evaluation.directory, evaluation.settings, [[True]] * evaluation.settings.num_prompts)
@@ -766,22 +723,18 @@ def test_ctrl_c_ends_an_evaluation_also_where_its_samples_cannot_be_counted(mode
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluation.report(_unheard, done=interrupted)
+        evaluation.report(print, done=interrupted)
 
 
-def _unheard(line: str) -> None:
-    """Of no interest."""
-
-
-def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(model: Path) -> None:
+def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(model):
     layout, said = a_run(model, 4), list[str]()
-    request = Request("d", model.parent / "test.jsonl", words=("generation.max_prompt_tokens=12",))
+    request = request_for(model)
     course, curves = DatasetFollower(layout, request), SimpleNamespace()
     evaluation = plan_evaluation(find_target(layout.root, 4), request)
     with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=False, tell=said.append):
         for _ in range(2):
             assert course.due(is_last=True) == 4
-            assert not course.evaluate(4, curves, said.append, said.append)  # type: ignore[arg-type]
+            assert not course.evaluate(4, curves, said.append, said.append)
     assert course.is_waiting
     (line,) = said
     assert "another `rlhpc evaluate` is running there; tried again until it is done" in line
@@ -789,56 +742,39 @@ def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(mod
     other.settings.write(evaluation.directory)
     before = (evaluation.directory / NAME).read_bytes()
     course = DatasetFollower(layout, request)
-    assert course.evaluate(4, curves, said.append, said.append)  # type: ignore[arg-type]
+    assert course.evaluate(4, curves, said.append, said.append)
     assert "holds samples of other temperature" in said[-1]
     assert (evaluation.directory / NAME).read_bytes() == before
     assert course.due(is_last=True) is None
 
 
-def test_a_directory_that_will_never_do_is_not_waited_for(model: Path) -> None:
+def test_a_directory_that_will_never_do_is_not_waited_for(model):
     """A follower that waited would not end with its run."""
     layout, said = a_run(model, 4), list[str]()
-    course = DatasetFollower(layout, request := Request("d", model.parent / "test.jsonl", words=(LONGER,)))
+    course = DatasetFollower(layout, request := request_for(model))
     directory = plan_evaluation(find_target(layout.root, 4), request).directory
     directory.mkdir(parents=True)
     (directory / "notes.txt").touch()
-    assert course.evaluate(4, SimpleNamespace(), said.append, said.append)  # type: ignore[arg-type]
-    assert not course.is_waiting
-    assert course.due(is_last=True) is None
+    assert course.evaluate(4, SimpleNamespace(), said.append, said.append)
+    assert (course.is_waiting, course.due(is_last=True)) == (False, None)
     assert "step 4 is not evaluated" in said[0]
     assert "not empty, and not an evaluation" in said[0]
 
 
-def test_a_disk_that_fails_costs_an_evaluation_and_ends_the_command_only_if_it_goes_on_failing(model: Path) -> None:
+def test_a_disk_that_fails_costs_an_evaluation_and_ends_the_command_only_if_it_goes_on_failing(model):
     layout, said = a_run(model, 4, 8, 12), list[str]()
-    course = DatasetFollower(layout, request := Request("d", model.parent / "test.jsonl", words=(LONGER,)))
+    course = DatasetFollower(layout, request := request_for(model))
     layout.evaluations.mkdir()
     for step in (4, 8, 12):
         plan_evaluation(find_target(layout.root, step), request).directory.touch()  # no directory can be made there
     for step in (4, 8):
-        assert course.evaluate(step, SimpleNamespace(), said.append, said.append)  # type: ignore[arg-type]
+        assert course.evaluate(step, SimpleNamespace(), said.append, said.append)
     assert [line[:24] for line in said] == ["step 4 is not evaluated:", "step 8 is not evaluated:"]
     with pytest.raises(OSError, match="small-step_000012-d"):
-        course.evaluate(12, SimpleNamespace(), said.append, said.append)  # type: ignore[arg-type]
+        course.evaluate(12, SimpleNamespace(), said.append, said.append)
 
 
-def test_a_command_killed_while_it_kept_a_model_has_not_lost_the_better_one(model: Path) -> None:
-    layout, said = a_run(model, 4), list[str]()
-    request = Request("d", model.parent / "test.jsonl", words=(LONGER,), best="reward")
-    evaluation = plan_evaluation(find_target(layout.root, 4), request)
-    moved_away = layout.evaluations / ".best-d.old"
-    moved_away.mkdir(parents=True)
-    (moved_away / "rlhpc_figures.json").write_text(
-        json.dumps({"step": 2, "attempt": 0, "figures": {"reward": {"value": 0.9}}})
-    )
-    report = Report("small-step_000004 on d", 1.0, 1, 3, {"reward": Estimate(0.5, 0.4, 0.6, 3)}, 4.0, 0.0, 0)
-    follow._keep_if_best(layout, 4, evaluation, report, model, "reward", said.append)
-    assert json.loads((layout.evaluations / "best-d" / "rlhpc_figures.json").read_bytes())["step"] == 2
-    assert not moved_away.exists()
-    assert said == []
-
-
-def test_weights_that_a_killed_command_has_left_are_deleted_when_the_run_is_followed_again(model: Path) -> None:
+def test_weights_that_a_killed_command_has_left_are_deleted_when_the_run_is_followed_again(model):
     layout = a_run(model)
     settings, places = settings_of(model), [layout.evaluations / name for name in ("left", "used", "of-others")]
     for place in places:
@@ -855,9 +791,7 @@ def test_weights_that_a_killed_command_has_left_are_deleted_when_the_run_is_foll
         pass  # nobody holds it
 
 
-def test_a_job_that_follows_a_dead_run_without_jobs_gives_its_node_back(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_follows_a_dead_run_without_jobs_gives_its_node_back(model, monkeypatch):
     layout, said = a_run(model), list[str]()
     layout.evaluations.mkdir()
     (layout.evaluations / "job.json").write_text(json.dumps({"job_id": 7}))
@@ -874,9 +808,7 @@ def test_a_job_that_follows_a_dead_run_without_jobs_gives_its_node_back(
     ("values", "has_ended"),
     [([0.5, 0.4], False), ([0.5, 0.4, 0.5], True), ([0.5, 0.4, 0.51], False), ([0.4, 0.5, 0.5, 0.5], True)],
 )
-def test_a_run_that_is_no_better_for_two_evaluations_is_stopped_by_new_figures(
-    model: Path, values: list[float], has_ended: bool
-) -> None:
+def test_a_run_that_is_no_better_for_two_evaluations_is_stopped_by_new_figures(model, values, has_ended):
     layout, said = a_run(model), list[str]()
     course = DatasetFollower(layout, Request("d", model, best="reward", stop_after=2))
     for step, value in enumerate(values):
@@ -907,7 +839,7 @@ def evaluated(
     return directory
 
 
-def test_the_interval_of_a_difference_is_that_of_single_prompts_differences(model: Path, tmp_path: Path) -> None:
+def test_the_interval_of_a_difference_is_that_of_single_prompts_differences(model, tmp_path):
     """Hard and easy prompts alike: the two intervals overlap, and one model is better."""
     settings = settings_of(model)
     rates = np.linspace(0.0, 0.8, 60)
@@ -933,42 +865,44 @@ def test_the_interval_of_a_difference_is_that_of_single_prompts_differences(mode
     assert found.as_json()["num_prompts"] == 60
 
 
-def test_prompts_and_samples_that_one_of_them_lacks_do_not_count(model: Path, tmp_path: Path) -> None:
+def change_samples(directory: Path, change: Callable[[int, dict[str, Any]], dict[str, Any]]) -> Path:
+    file = directory / "samples-0.jsonl"
+    lines = [change(number, json.loads(line)) for number, line in enumerate(file.read_text().splitlines())]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
+
+def test_prompts_and_samples_that_one_of_them_lacks_do_not_count(model, tmp_path):
     settings = settings_of(model)
     first = evaluated(tmp_path / "a", settings, [[True, True], [False, False], [True, False]])
     second = evaluated(tmp_path / "b", settings, [[False, True], [False, None]])
     found = comparison_of(first, second)
-    assert found.num_prompts == 2
+    assert (found.num_prompts, found.figures["pass@2"][2].num_prompts) == (2, 1)
     assert found.figures["pass@1"][2].value == pytest.approx(-0.25)
-    assert found.figures["pass@2"][2].num_prompts == 1
     assert "of 1 prompts" in found.as_text()
     assert "too few prompts" in found.as_text()
     assert "maj@2" not in found.figures  # no answers
     more = evaluated(tmp_path / "more", settings, [[True, True, True], [False] * 3], at="/x")
     for path in (first, more):
-        lines = [json.loads(line) | {"answer": "7"} for line in (path / "samples-0.jsonl").read_text().splitlines()]
-        (path / "samples-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        change_samples(path, lambda _, line: line | {"answer": "7"})
     assert "maj@2" in comparison_of(first, first).figures
     assert "maj@2" not in comparison_of(first, more).figures  # of three votes it is another figure
 
 
-def test_records_of_two_splits_whose_files_have_the_same_name_are_two_prompts(model: Path, tmp_path: Path) -> None:
+def test_records_of_two_splits_whose_files_have_the_same_name_are_two_prompts(model, tmp_path):
     """As in a dataset that `datasets` has saved, with data.split=all: every split has data-00000-of-00001.arrow."""
-    paths = []
-    for name, at in (("a", "/data"), ("b", "/elsewhere/dataset")):
-        path = evaluated(tmp_path / name, settings_of(model), [[name == "b"], [False]])
-        lines = [json.loads(line) for line in (path / "samples-0.jsonl").read_text().splitlines()]
-        for line, split in zip(lines, ("train", "test"), strict=True):
-            line["source"] = f"{at}/{split}/data-00000-of-00001.arrow:1"
-        (path / "samples-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        paths.append(path)
-    found = comparison_of(*paths)
-    assert found.num_prompts == 2
-    assert found.figures["pass@1"][2].num_prompts == 2
+    found = comparison_of(*(
+        change_samples(
+            evaluated(tmp_path / name, settings_of(model), [[name == "b"], [False]]),
+            lambda n, line, at=at: line | {"source": f"{at}/{('train', 'test')[n]}/data-00000-of-00001.arrow:1"},
+        )
+        for name, at in (("a", "/data"), ("b", "/elsewhere/dataset"))
+    ))  # fmt: skip
+    assert (found.num_prompts, found.figures["pass@1"][2].num_prompts) == (2, 2)
     assert "pass@2" not in found.figures
 
 
-def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: Path, tmp_path: Path) -> None:
+def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model, tmp_path):
     first = evaluated(tmp_path / "a", settings_of(model), [[True]])
     other = replace(settings_of(model), inputs={"model": "n", "data": ["e"]}, temperature=0.5)
     with pytest.raises(ConfigError, match=r"(?s)inputs.data: \['d'\] and \['e'\].*temperature: 1.0 and 0.5"):
@@ -987,3 +921,87 @@ def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: 
     with pytest.raises(ConfigError, match="no prompt in common"):
         comparison_of(first, evaluated(tmp_path / "d", settings_of(model), [[None]]))
     assert main(["compare", str(first), str(first), "--json"]) == 0
+
+
+# ------------------ A job that evaluates a run is told that its time is nearly over: wherever that finds it, it goes on
+
+JOB = 4711
+
+
+def warn() -> None:
+    """As Slurm does.  The handler runs before this returns."""
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+class Warned(BaseModel):
+    """Its serializer is interrupted by the warning."""
+
+    number: int = 0
+
+    @field_serializer("number")
+    def _as_text(self, number: int) -> str:
+        warn()
+        return str(number)
+
+
+class WarnedFinaliser:
+    """The warning comes while it is being finalised."""
+
+    def __del__(self) -> None:
+        warn()
+
+
+@pytest.fixture
+def layout(tmp_path, monkeypatch) -> RunLayout:
+    """A run whose evaluations are this process's job."""
+    layout = RunLayout(tmp_path / "run")
+    layout.evaluations.mkdir(parents=True)
+    (layout.evaluations / "job.json").write_text(json.dumps({"job_id": JOB}))
+    monkeypatch.setenv("SLURM_JOB_ID", str(JOB))
+    return layout
+
+
+def write_settings() -> None:
+    Warned().model_dump_json()
+
+
+def finalise() -> None:
+    WarnedFinaliser()
+
+
+@pytest.mark.parametrize("work", [warn, write_settings, finalise])
+def test_a_warning_disturbs_nobody_and_is_not_forgotten(layout, work):
+    handler = signal.getsignal(signal.SIGUSR2)
+    with TimeWarning(layout) as warning:
+        warning.remind()
+        work()
+        with pytest.raises(TimeIsUp):
+            warning.remind()
+    assert signal.getsignal(signal.SIGUSR2) is handler
+
+
+def test_in_a_job_of_somebody_elses_it_is_ctrl_c(layout, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", str(JOB + 1))
+    with TimeWarning(layout) as warning:
+        warn()
+        with pytest.raises(KeyboardInterrupt):
+            warning.remind()
+
+
+def test_a_job_goes_on_later_where_it_is_reminded_and_nowhere_else(layout, monkeypatch):
+    said: list[str] = []
+
+    def evaluate(
+        layout: RunLayout, options: object, show: object, tell: Callable[[str], None], remind: Callable[[], None]
+    ) -> int:
+        remind()
+        warn()
+        tell("the best model so far")  # before its figures are on disk: nothing is raised here
+        remind()
+        return 1
+
+    monkeypatch.setattr("launch.evaluate.follow._follow", evaluate)
+    monkeypatch.setattr("launch.evaluate.follow.run_of", lambda options: layout)
+    monkeypatch.setattr("launch.evaluate.follow.go_on_later", lambda layout, tell: said.append("later") or 0)
+    assert follow_run(argparse.Namespace(), lambda report: None, said.append) == 0
+    assert said == ["the best model so far", "later"]

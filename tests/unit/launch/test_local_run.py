@@ -29,6 +29,8 @@ from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
 
+# ------------------ A run without Slurm: processes are started, watched, started again and ended; the failure that ends
+
 # In the place of `python -m rlhpc.roles ROLE …`: the program of that name, in the run directory.
 ROLE = """
 import signal, sys, pathlib
@@ -108,18 +110,16 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Lab:
+def lab(tmp_path) -> Lab:
     return Lab(tmp_path)
 
 
-def test_a_controller_that_ends_well_ends_the_run_well(lab: Lab) -> None:
+def test_a_controller_that_ends_well_ends_the_run_well(lab):
     assert lab.run(controller_0=COMPLETE, trainer_0=LEAVES, generator_0=LEAVES, reward_0=LEAVES) == 0
     assert lab.told == []
 
 
-def test_a_json_py_where_the_user_is_does_not_take_the_standard_librarys_place(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_json_py_where_the_user_is_does_not_take_the_standard_librarys_place(lab, tmp_path, monkeypatch):
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     (scripts / "json.py").write_text("raise SystemExit(9)")
@@ -127,7 +127,7 @@ def test_a_json_py_where_the_user_is_does_not_take_the_standard_librarys_place(
     assert lab.run(controller_0=COMPLETE, trainer_0=LEAVES) == 0
 
 
-def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_last_error(lab: Lab) -> None:
+def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_last_error(lab):
     program = "sys.exit('2026-01-01 trainer-0 rlhpc.lifecycle ERROR CheckpointError: torn')"
     assert lab.run(controller_0=PATIENT, trainer_0=program, generator_0=PATIENT) == 1
     (line,) = (line for line in lab.told if "is killed: it did not exit in time" not in line)  # on a busy machine
@@ -135,14 +135,14 @@ def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_la
     assert str(lab.layout.root / "logs/trainer-0/attempt_0.log") in line
 
 
-def test_a_controller_that_fails_and_is_not_tried_again_is_a_fault_of_the_report(lab: Lab) -> None:
+def test_a_controller_that_fails_and_is_not_tried_again_is_a_fault_of_the_report(lab):
     assert lab.run(controller_0="sys.exit('a controller-0 rlhpc.lifecycle ERROR disk gone')", trainer_0=PATIENT) == 1
     (fault,) = (each for each in read_story(RunView(lab.layout)).faults if each.kind == "verdict")
     assert fault.text.startswith("failed: controller-0 ")
     assert len([line for line in lab.told if "disk gone" in line]) == 1
 
 
-def test_a_controller_that_has_failed_and_told_all_to_leave_is_not_interrupted_when_they_do(lab: Lab) -> None:
+def test_a_controller_that_has_failed_and_told_all_to_leave_is_not_interrupted_when_they_do(lab):
     """An interrupt in its last moment would stand in the place of what it failed of."""
     fails = (
         "import json, time\n"
@@ -159,7 +159,7 @@ def test_a_controller_that_has_failed_and_told_all_to_leave_is_not_interrupted_w
     assert any("ended with exit status 2: StarvedError: nothing to learn" in line for line in lab.told)
 
 
-def test_a_trainer_that_leaves_with_status_0_before_the_end_is_named(lab: Lab) -> None:
+def test_a_trainer_that_leaves_with_status_0_before_the_end_is_named(lab):
     """A loss of the user's own may call sys.exit."""
     saves = "import signal, time; signal.signal(2, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
     leaves = "import time\nwhile not (root / 'up').exists(): time.sleep(0.02)"
@@ -167,7 +167,7 @@ def test_a_trainer_that_leaves_with_status_0_before_the_end_is_named(lab: Lab) -
     assert lab.told[-1].startswith("trainer-0 has ended: exit status 0, no error recorded")
 
 
-def test_a_controller_that_ends_without_a_word_is_told_at_once(lab: Lab) -> None:
+def test_a_controller_that_ends_without_a_word_is_told_at_once(lab):
     """A function of the user's own may call os._exit(0), and no trainer has been told to leave."""
     began = time.monotonic()
     program = TRAINS.replace("generator-0", "trainer-0") + "import os; os._exit(0)"
@@ -176,7 +176,7 @@ def test_a_controller_that_ends_without_a_word_is_told_at_once(lab: Lab) -> None
     assert "the controller ended before the run did, without a word: by os._exit in code of your own?" in lab.told[-1]
 
 
-def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab: Lab) -> None:
+def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab):
     assert lab.run(controller_0=PATIENT, trainer_0=KILLED, generator_0=PATIENT) == 137
     (record,) = [
         each for each in read_failures(lab.layout, 0) if each.name != "controller-0"
@@ -184,7 +184,7 @@ def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab: Lab)
     assert (record.name, record.status, record.last_words) == ("trainer-0", 137, "step 5")
 
 
-def test_the_last_generator_that_fails_before_the_first_step_ends_the_run(lab: Lab) -> None:
+def test_the_last_generator_that_fails_before_the_first_step_ends_the_run(lab):
     began = time.monotonic()
     refused = "sys.exit(2)"
     assert lab.run(controller_0=PATIENT, trainer_0=PATIENT, generator_0=refused, generator_1=refused) == 2
@@ -192,7 +192,7 @@ def test_the_last_generator_that_fails_before_the_first_step_ends_the_run(lab: L
     assert any("no generator is left: generator-" in line and "exit status 2" in line for line in lab.told)
 
 
-def test_a_generator_that_had_registered_is_started_again(lab: Lab) -> None:
+def test_a_generator_that_had_registered_is_started_again(lab):
     ends = "\nwhile not (root / 'again').exists(): time.sleep(0.02)\n" + COMPLETE
     dies_once = (
         "import time\n"
@@ -204,7 +204,7 @@ def test_a_generator_that_had_registered_is_started_again(lab: Lab) -> None:
     assert any("generator-0 on " in line and line.endswith("step 5; it is restarted") for line in lab.told)
 
 
-def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab: Lab) -> None:
+def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab):
     ends = "import time\nwhile not (root / 'told').exists(): time.sleep(0.02)\n" + COMPLETE
 
     def let_end() -> None:
@@ -217,7 +217,7 @@ def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab: Lab
     assert "signal SIGKILL: step 5" in line
 
 
-def test_what_does_not_end_in_time_is_killed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_end_in_time_is_killed(lab, monkeypatch):
     monkeypatch.setattr(controller_job, "INTERRUPT_S", 0.5)
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell has put the tests in the background
     began: list[float] = []
@@ -233,7 +233,7 @@ def test_what_does_not_end_in_time_is_killed(lab: Lab, monkeypatch: pytest.Monke
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_interrupt_ends_everything_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_ends_everything_at_once(lab, monkeypatch):
     monkeypatch.setattr(controller_job, "INTERRUPT_S", 1000.0)
     sent: list[int] = []
 
@@ -262,7 +262,7 @@ IN_A_STEP = (
         (60.0, "a step takes about 60 s: this one is not finished, and trained again by a resume"),
     ],
 )
-def test_ctrl_c_says_what_becomes_of_the_step_and_what_another_does(lab: Lab, step_s: float, says: str) -> None:
+def test_ctrl_c_says_what_becomes_of_the_step_and_what_another_does(lab, step_s, says):
     assert lab.run(once_up(lab, signal.SIGINT), controller_0=IN_A_STEP.format(step_s)) == 0
     assert lab.told == [f"interrupted: {says}; everything ends within 7 s; Ctrl-C again: kill now"]
     assert read_story(RunView(lab.layout)).faults == []
@@ -273,7 +273,7 @@ SAVES = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root /
 
 
 @pytest.mark.parametrize("number", [*ENDS, *WARNINGS])
-def test_a_signal_to_end_or_a_schedulers_warning_lets_the_controller_save(lab: Lab, number: signal.Signals) -> None:
+def test_a_signal_to_end_or_a_schedulers_warning_lets_the_controller_save(lab, number):
     """`--signal=USR1@60` of an `srun rlhpc run` killed the launcher: no checkpoint, no word."""
     before = signal.signal(number, signal.SIG_DFL)  # the suite may run under nohup
     try:
@@ -283,7 +283,7 @@ def test_a_signal_to_end_or_a_schedulers_warning_lets_the_controller_save(lab: L
     assert lab.told == [f"{number.name} {STOPS}"]
 
 
-def test_under_nohup_a_closed_terminal_does_not_end_the_run(lab: Lab) -> None:
+def test_under_nohup_a_closed_terminal_does_not_end_the_run(lab):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert lab.run(once_up(lab, signal.SIGHUP, signal.SIGTERM), controller_0=SAVES, generator_0=PATIENT) == 0
@@ -303,7 +303,7 @@ def once_up(lab: Lab, *numbers: signal.Signals) -> Callable[[], None]:
     return end
 
 
-def test_a_stop_before_the_controller_is_started_is_a_stop(lab: Lab) -> None:
+def test_a_stop_before_the_controller_is_started_is_a_stop(lab):
     def stop(_: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -323,9 +323,7 @@ if "launch.supervisor.role_task" in sys.orig_argv and "controller" in sys.orig_a
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_before_the_controllers_task_can_handle_it_is_a_stop(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_stop_before_the_controllers_task_can_handle_it_is_a_stop(lab, tmp_path, monkeypatch, number):
     """It died of the signal, or with status 1 and a traceback: nothing had begun that could be lost."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_TASK.format(str(lab.layout.root)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -341,7 +339,7 @@ def test_a_stop_before_the_controllers_task_can_handle_it_is_a_stop(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_controller_that_fails_while_it_is_to_stop_has_failed(lab: Lab, number: signal.Signals) -> None:
+def test_a_controller_that_fails_while_it_is_to_stop_has_failed(lab, number):
     """Not 130, as if somebody had been in a hurry: what it failed of may have cost its last steps."""
     fails = "import signal, time\ndef fail(*_):\n  print('disk gone'); sys.exit(3)\n"
     fails += f"signal.signal({int(number)}, fail); (root / 'up').touch(); time.sleep(600)"
@@ -350,7 +348,7 @@ def test_a_controller_that_fails_while_it_is_to_stop_has_failed(lab: Lab, number
     assert [fault.kind for fault in read_story(RunView(lab.layout)).faults] == ["verdict"]
 
 
-def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab: Lab) -> None:
+def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab):
     def look() -> None:
         raise OwnershipLost("taken over by somebody")
 
@@ -359,9 +357,7 @@ def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab: Lab) -> N
 
 
 @pytest.mark.parametrize(("lives_s", "has_own_session"), [(0, False), (60, False), (0, True)])
-def test_children_that_a_process_leaves_behind_end_with_it(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, lives_s: int, has_own_session: bool
-) -> None:
+def test_children_that_a_process_leaves_behind_end_with_it(lab, monkeypatch, lives_s, has_own_session):
     """Whether it ends by itself or is killed; one in a session of its own, if it ends by itself."""
     child = lab.layout.root / "child"
     ends = "import time\nwhile not (root / 'child').exists(): time.sleep(0.02)\n" + COMPLETE
@@ -371,13 +367,13 @@ def test_children_that_a_process_leaves_behind_end_with_it(
     assert_gone({int(child.read_text())})
 
 
-def test_a_run_that_is_complete_has_not_been_interrupted(lab: Lab) -> None:
+def test_a_run_that_is_complete_has_not_been_interrupted(lab):
     """Its trainer may leave first, and the supervisor's interrupt find a controller that has written all."""
     assert lab.run(controller_0=COMPLETE + "\nsys.exit(130)", trainer_0=PATIENT) == 0
     assert lab.told == []
 
 
-def test_a_controller_that_ends_by_the_supervisors_interrupt_has_failed(lab: Lab) -> None:
+def test_a_controller_that_ends_by_the_supervisors_interrupt_has_failed(lab):
     """Its trainer has left without a word: Ctrl-C was not pressed, and the exit status must not say so."""
     assert lab.run(controller_0=PATIENT, trainer_0="") == 1
 
@@ -393,7 +389,7 @@ def test_a_controller_that_ends_by_the_supervisors_interrupt_has_failed(lab: Lab
         (b"2026-01-01 10:00:00,1 trainer-0 rlhpc.trainer INFO step 3 of 4\n", "step 3 of 4"),
     ],
 )
-def test_last_words_are_our_last_error_or_the_last_line(log: bytes, words: str) -> None:
+def test_last_words_are_our_last_error_or_the_last_line(log, words):
     assert last_error_line(log) == words
 
 
@@ -413,7 +409,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_temporary_files_of_all_processes_are_private_and_go_with_the_run(lab: Lab) -> None:
+def test_temporary_files_of_all_processes_are_private_and_go_with_the_run(lab):
     leaves_one = (
         "import os, tempfile; (root / 'seen').write_text(tempfile.gettempdir()); tempfile.mkstemp();"
         "assert os.stat(tempfile.gettempdir()).st_mode & 0o777 == 0o700;"
@@ -422,3 +418,43 @@ def test_temporary_files_of_all_processes_are_private_and_go_with_the_run(lab: L
     directory = Path((lab.layout.root / "seen").read_text())
     assert not directory.exists()
     assert not directory.parent.exists()
+
+
+# ------------------- Ctrl-C and `rlhpc stop --now` when no controller runs that would hear of it: between two attempts,
+
+DEAF = STUBBORN.replace("time.sleep(600)", "(root / 'deaf').touch(); time.sleep(600)")
+ONCE_DEAF = "import time\nwhile not (root / 'deaf').exists(): time.sleep(0.02)\n"
+FAILS = TRAINS + "time.sleep(1)\n" + ONCE_DEAF + TRAINS.replace("step=3", "step=4") + "sys.exit(1)"
+
+
+@pytest.mark.parametrize("is_asked", ["SIGINT", "ABORT"])
+def test_what_is_asked_for_between_two_attempts_ends_everything_as_soon(lab, monkeypatch, is_asked):
+    monkeypatch.setattr(controller_job, "INTERRUPT_S", 0.5)
+    monkeypatch.setattr(controller_job, "FINISH_GRACE_S", 1000.0)
+    sent: list[str] = []
+
+    def ask() -> None:
+        if not sent and lab.told and "another attempt in" in lab.told[-1]:
+            sent.append(is_asked)
+            if is_asked == "ABORT":
+                lab.layout.abort_request.touch()
+            else:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    assert lab.run(ask, controller_0=FAILS, generator_0=DEAF) == 0  # what is lost, the failed attempt has lost
+    assert_gone(lab.pids)
+
+
+def test_an_interrupt_while_a_complete_run_ends_kills_what_is_left(lab, monkeypatch):
+    monkeypatch.setattr(controller_job, "FINISH_GRACE_S", 1000.0)
+    ended = lab.layout.exit_record("controller", 0, 0)
+    looks: list[int] = []
+
+    def interrupt() -> None:
+        if ended.exists():
+            looks.append(signal.SIGINT)
+            if len(looks) == 20:  # and no look at the controller sees it run
+                os.kill(os.getpid(), signal.SIGINT)
+
+    assert lab.run(interrupt, controller_0=ONCE_DEAF + COMPLETE, generator_0=DEAF) == 0
+    assert_gone(lab.pids)

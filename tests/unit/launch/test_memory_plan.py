@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from launch.checks.memory_plan import GIB, fullest, plan_engine, plan_memory, rows_in_flight
-from launch.checks.memory_verdict import advise, describe_memory, judge_memory, memory_report
+from launch.checks.memory_plan import GIB, RankMemory, fullest, plan_engine, plan_memory, rows_in_flight
+from launch.checks.memory_verdict import advise, describe_memory, judge_host, judge_memory, memory_report
 from launch.cli import main
 from launch.commands.recipes import Recipe
 from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
@@ -28,6 +29,8 @@ from tests.unit.launch.public_models import (
     RECIPES,
     make_model_directory,
 )
+
+# -------------------- Parameter counts are exact; bytes follow from them; what cannot fit is refused with a change that
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE_SITE = ROOT / "slurm" / "sites" / "example.toml"
@@ -58,12 +61,12 @@ def plan_of(model: str, backend: str = "megatron", *, dtype: str = "bfloat16", *
 
 
 @pytest.mark.parametrize("model", NUM_PARAMETERS)
-def test_a_published_model_has_its_exact_number_of_parameters(model: str) -> None:
+def test_a_published_model_has_its_exact_number_of_parameters(model):
     assert shape_of(CONFIGS[model]).num_parameters == NUM_PARAMETERS[model]
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *ODD_CONFIGS])
-def test_the_count_is_that_of_the_model_that_transformers_builds(name: str) -> None:
+def test_the_count_is_that_of_the_model_that_transformers_builds(name):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,7 +88,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda keys: "-".join(f"{k}{v}" for k, v in keys.items()))
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "Qwen3-0.6B", *ODD_CONFIGS])
-def test_the_parts_of_all_ranks_sum_to_the_model(name: str, layout: dict[str, Any]) -> None:
+def test_the_parts_of_all_ranks_sum_to_the_model(name, layout):
     """What is replicated or padded is known by name: norms, router, biases behind a sum, vocabulary, tied head."""
     numbers = (CONFIGS | ODD_CONFIGS)[name]
     shape = shape_of(numbers)
@@ -109,7 +112,7 @@ def test_the_parts_of_all_ranks_sum_to_the_model(name: str, layout: dict[str, An
     assert held == shape.num_parameters + (parallel.tensor - 1) * replicated + padding + tied_again
 
 
-def test_interleaved_stages_take_blocks_in_turn() -> None:
+def test_interleaved_stages_take_blocks_in_turn():
     layout = ParallelLayout.of(config_of(num_ranks=2, pipeline_parallel=2, chunks_per_stage=2).trainer)
     assert [layers_of_stage(layout, 8, stage) for stage in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
@@ -117,7 +120,7 @@ def test_interleaved_stages_take_blocks_in_turn() -> None:
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
-def test_megatron_in_bfloat16_holds_6_bytes_a_parameter_and_12_shared_by_replicas() -> None:
+def test_megatron_in_bfloat16_holds_6_bytes_a_parameter_and_12_shared_by_replicas():
     num = NUM_PARAMETERS["Qwen2.5-7B"]
     (alone,) = plan_of("Qwen2.5-7B", num_ranks=1)
     assert (alone.parameters, alone.gradients, alone.optimizer) == (2 * num, 4 * num, 12 * num)
@@ -130,20 +133,20 @@ def test_megatron_in_bfloat16_holds_6_bytes_a_parameter_and_12_shared_by_replica
     assert replicated.optimizer == alone.optimizer
 
 
-def test_in_float32_megatrons_parameters_are_their_own_masters() -> None:
+def test_in_float32_megatrons_parameters_are_their_own_masters():
     num = NUM_PARAMETERS["Qwen2.5-0.5B"]
     (rank,) = plan_of("Qwen2.5-0.5B", num_ranks=1, dtype="float32")
     assert (rank.parameters, rank.gradients, rank.optimizer) == (4 * num, 4 * num, 8 * num)
 
 
-def test_the_optimiser_of_an_expert_is_shared_by_its_own_replicas_only() -> None:
+def test_the_optimiser_of_an_expert_is_shared_by_its_own_replicas_only():
     shape = shape_of(CONFIGS["Qwen3-30B-A3B"])
     (rank,) = plan_of("Qwen3-30B-A3B", num_ranks=16, expert_parallel=8)
     experts = 3 * 2048 * 768 * 128 * 48
     assert rank.optimizer == 12 * ((shape.num_parameters - experts) // 16 + experts // 8 // 2)
 
 
-def test_zero_stages_divide_one_term_more_each() -> None:
+def test_zero_stages_divide_one_term_more_each():
     num = NUM_PARAMETERS["Qwen2.5-7B"]
     terms = {}
     for stage in (1, 2, 3):
@@ -152,7 +155,7 @@ def test_zero_stages_divide_one_term_more_each() -> None:
     assert terms == {1: (16, 32, 12), 2: (16, 4, 12), 3: (2, 4, 12)}
 
 
-def test_offload_moves_bytes_from_the_gpu_to_the_host() -> None:
+def test_offload_moves_bytes_from_the_gpu_to_the_host():
     keys = {"num_ranks": 8, "zero_stage": 3}
     (here,) = plan_of("Qwen2.5-7B", "deepspeed", **keys)
     (there,) = plan_of("Qwen2.5-7B", "deepspeed", **keys, optimizer_offload=True, parameter_offload=True)
@@ -164,7 +167,7 @@ def test_offload_moves_bytes_from_the_gpu_to_the_host() -> None:
     assert near.host_optimizer == 0
 
 
-def test_the_reference_shares_nothing() -> None:
+def test_the_reference_shares_nothing():
     plans = [plan_of("Qwen2.5-0.5B", "reference", num_ranks=n) for n in (1, 8)]
     assert plans[0] == plans[1]
     num = NUM_PARAMETERS["Qwen2.5-0.5B"]
@@ -186,9 +189,7 @@ def with_reference(config: Config, memory: str) -> Config:
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_frozen_reference_is_one_copy_more_of_the_parameters_where_it_was_asked_for(
-    backend: str, keys: dict[str, Any], divisor: int, dtype: str
-) -> None:
+def test_a_frozen_reference_is_one_copy_more_of_the_parameters_where_it_was_asked_for(backend, keys, divisor, dtype):
     shape, config = shape_of(CONFIGS["Qwen2.5-7B"]), config_of(backend, dtype=dtype, **keys)
     (plain,) = plan_memory(config, shape)
     copy = {"bfloat16": 2, "float32": 4}[dtype] * -(-NUM_PARAMETERS["Qwen2.5-7B"] // divisor)
@@ -199,13 +200,13 @@ def test_a_frozen_reference_is_one_copy_more_of_the_parameters_where_it_was_aske
     assert far.peak == plain.peak
 
 
-def test_a_reference_beside_offloaded_parameters_lies_where_they_do() -> None:
+def test_a_reference_beside_offloaded_parameters_lies_where_they_do():
     keys = {"num_ranks": 8, "zero_stage": 3, "optimizer_offload": True, "parameter_offload": True}
     (rank,) = plan_memory(with_reference(config_of("deepspeed", **keys), "host"), shape_of(CONFIGS["Qwen2.5-7B"]))
     assert rank.reference == 0 < rank.host_reference
 
 
-def test_a_reference_that_does_not_fit_the_gpu_is_sent_to_the_host() -> None:
+def test_a_reference_that_does_not_fit_the_gpu_is_sent_to_the_host():
     model, shape = CONFIGS["Qwen2.5-7B"], shape_of(CONFIGS["Qwen2.5-7B"])
     config = with_reference(config_of(num_ranks=8, recompute_activations="full"), "device")
     (near,), (far,) = (plan_memory(with_reference(config, memory), shape) for memory in ("device", "host"))
@@ -219,8 +220,8 @@ def test_a_reference_that_does_not_fit_the_gpu_is_sent_to_the_host() -> None:
     [("megatron", {"num_ranks": 4}, 4), ("deepspeed", {"zero_stage": 1, "num_ranks": 2}, 2), ("reference", {}, 1)],
 )
 def test_an_average_of_weights_is_four_bytes_for_what_a_rank_keeps_and_once_more_in_a_checkpoint(
-    backend: str, keys: dict[str, Any], divisor: int
-) -> None:
+    backend, keys, divisor
+):
     (plain,) = plan_of("Qwen2.5-7B", backend, **keys)
     (far,) = plan_of("Qwen2.5-7B", backend, ema_decay=0.99, **keys)
     (near,) = plan_of("Qwen2.5-7B", backend, ema_decay=0.99, ema_memory="device", **keys)
@@ -231,7 +232,7 @@ def test_an_average_of_weights_is_four_bytes_for_what_a_rank_keeps_and_once_more
 
 
 @pytest.mark.parametrize("keys", [{}, {"zero_stage": 3, "num_ranks": 4}, {"zero_stage": 2, "optimizer_offload": True}])
-def test_a_critic_is_a_second_model_with_its_own_optimiser_and_no_second_row(keys: dict[str, Any]) -> None:
+def test_a_critic_is_a_second_model_with_its_own_optimiser_and_no_second_row(keys):
     config, shape = config_of("deepspeed", **keys), shape_of(CONFIGS["Qwen2.5-0.5B"])
     (alone,), (both,) = (
         plan_memory(each, shape) for each in (config, with_values(config, {"algorithm.advantage": "gae"}))
@@ -242,7 +243,7 @@ def test_a_critic_is_a_second_model_with_its_own_optimiser_and_no_second_row(key
     assert both.moment == alone.moment
 
 
-def test_the_first_stage_holds_one_row_more_than_each_after_it() -> None:
+def test_the_first_stage_holds_one_row_more_than_each_after_it():
     layout = ParallelLayout.of(config_of(num_ranks=4, pipeline_parallel=4).trainer)
     assert [rows_in_flight(layout, stage) for stage in range(4)] == [4, 3, 2, 1]
     plan = plan_of("Qwen2.5-32B", num_ranks=4, pipeline_parallel=4)
@@ -250,13 +251,13 @@ def test_the_first_stage_holds_one_row_more_than_each_after_it() -> None:
     assert steps[0] == steps[1] == steps[2] > 0
 
 
-def test_interleaving_costs_the_first_stage_the_published_factor() -> None:
+def test_interleaving_costs_the_first_stage_the_published_factor():
     """1 + (p − 1) / (p · v) times the p rows of 1F1B: Korthikanti et al. 2022, §4.2.3."""
     layout = ParallelLayout.of(config_of(num_ranks=4, pipeline_parallel=4, chunks_per_stage=2).trainer)
     assert rows_in_flight(layout, 0) == pytest.approx(4 * (1 + 3 / (4 * 2)))
 
 
-def test_only_the_ends_of_the_pipeline_hold_an_embedding_and_only_the_last_the_logits() -> None:
+def test_only_the_ends_of_the_pipeline_hold_an_embedding_and_only_the_last_the_logits():
     plan = plan_of("Qwen2.5-72B", num_ranks=32, tensor_parallel=8, pipeline_parallel=4, sequence_parallel=True)
     embedding = 152064 // 8 * 8192
     assert plan[0].parameters - plan[1].parameters == 2 * embedding
@@ -264,7 +265,7 @@ def test_only_the_ends_of_the_pipeline_hold_an_embedding_and_only_the_last_the_l
     assert [rank.head > 0 for rank in plan] == [False, False, False, True]
 
 
-def test_activations_of_a_dense_layer_are_those_of_the_table() -> None:
+def test_activations_of_a_dense_layer_are_those_of_the_table():
     """Written out once by hand for Qwen2.5-7B, bfloat16, one rank, 8192 tokens, full recompute left out."""
     (rank,) = plan_of("Qwen2.5-7B", num_ranks=1)
     norms = 2 * 2 * 3584
@@ -276,7 +277,7 @@ def test_activations_of_a_dense_layer_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])
-def test_the_last_norm_keeps_its_share_of_the_row_however_many_tensor_ranks_share_it(tensor: int) -> None:
+def test_the_last_norm_keeps_its_share_of_the_row_however_many_tensor_ranks_share_it(tensor):
     """Qwen2.5-72B, bfloat16: 8192 tokens of 8192 numbers before the norm, in shares or on every rank whole."""
     shared, whole = (
         plan_of("Qwen2.5-72B", num_ranks=tensor, tensor_parallel=tensor, sequence_parallel=is_shared)[0].head
@@ -286,7 +287,7 @@ def test_the_last_norm_keeps_its_share_of_the_row_however_many_tensor_ranks_shar
     assert whole - shared == row - row // tensor
 
 
-def test_matrices_of_experts_lie_side_by_side_once_a_rank_in_megatrons_bfloat16() -> None:
+def test_matrices_of_experts_lie_side_by_side_once_a_rank_in_megatrons_bfloat16():
     """Twice the experts, of which each token takes as many: but for that, the router's 12 bytes a token and expert."""
     shape = shape_of(CONFIGS["Qwen3-30B-A3B"])
     larger = replace(shape, num_experts=2 * shape.num_experts)
@@ -318,19 +319,19 @@ def test_matrices_of_experts_lie_side_by_side_once_a_rank_in_megatrons_bfloat16(
         ),
     ],
 )
-def test_what_saves_activations_saves_them(less: dict[str, Any], more: dict[str, Any]) -> None:
+def test_what_saves_activations_saves_them(less, more):
     (small,), (large,) = plan_of("Llama-3.1-8B", **less), plan_of("Llama-3.1-8B", **more)
     assert small.activations < large.activations
 
 
-def test_chunks_and_tensor_ranks_bound_the_logits() -> None:
+def test_chunks_and_tensor_ranks_bound_the_logits():
     (alone,), (shared,) = (plan_of("Qwen2.5-0.5B", num_ranks=2, **keys) for keys in ({}, {"tensor_parallel": 2}))
     whole = 8192 * 151936 * 4
     assert alone.head < whole / 4
     assert shared.head < 0.6 * alone.head
 
 
-def test_on_cpu_nothing_is_put_aside_for_a_gpu() -> None:
+def test_on_cpu_nothing_is_put_aside_for_a_gpu():
     (rank,) = plan_of("Qwen2.5-0.5B", "reference", device="cpu")
     assert rank.allowance == 0
     assert rank.peak == rank.resident + rank.activations + rank.head
@@ -359,7 +360,7 @@ CANNOT_FIT = [
 
 
 @pytest.mark.parametrize(("model", "trainer"), CANNOT_FIT)
-def test_a_layout_that_cannot_fit_is_refused_with_a_change_that_fits(model: str, trainer: dict[str, Any]) -> None:
+def test_a_layout_that_cannot_fit_is_refused_with_a_change_that_fits(model, trainer):
     """The change is taken at its word: applied to the run, it passes."""
     config = config_of(**trainer)
     said = refusal(model, config)
@@ -385,12 +386,12 @@ def test_a_layout_that_cannot_fit_is_refused_with_a_change_that_fits(model: str,
         assert fullest(plan_memory(without, shape_of(CONFIGS[model]))).peak > limit * GIB
 
 
-def test_where_nothing_helps_nothing_is_promised() -> None:
+def test_where_nothing_helps_nothing_is_promised():
     tiny_gpu = Site.model_validate({"trainer": {"gpu": "x", "gpu_memory_gib": 1.0}, "generation": {"gpu": "h100"}})
     assert "no layout that was tried fits" in refusal("Qwen2.5-72B", config_of(num_ranks=8), tiny_gpu)
 
 
-def test_an_engine_whose_weights_alone_fill_its_gpus_is_refused() -> None:
+def test_an_engine_whose_weights_alone_fill_its_gpus_is_refused():
     config = config_of(num_ranks=64, tensor_parallel=8, pipeline_parallel=4, sequence_parallel=True)
     config = config.model_copy(update={"generation": config.generation.model_copy(update={"tensor_parallel": 1})})
     said = refusal("Qwen2.5-72B", config)
@@ -400,7 +401,7 @@ def test_an_engine_whose_weights_alone_fill_its_gpus_is_refused() -> None:
     assert "would fit: generation.tensor_parallel=" in said
 
 
-def test_the_table_shows_both_ends_of_the_pipeline_and_the_fullest_between() -> None:
+def test_the_table_shows_both_ends_of_the_pipeline_and_the_fullest_between():
     ends = describe_memory(plan_of("Qwen2.5-72B", num_ranks=8, pipeline_parallel=8)).splitlines()
     assert re.findall(r"stage \d", ends[0]) == ["stage 0", "stage 7"]
     assert "estimate" in ends[0]
@@ -412,7 +413,7 @@ def test_the_table_shows_both_ends_of_the_pipeline_and_the_fullest_between() -> 
     assert "ZeRO buckets" not in lines
 
 
-def test_nothing_is_judged_without_a_site_a_gpu_or_a_known_family() -> None:
+def test_nothing_is_judged_without_a_site_a_gpu_or_a_known_family():
     model, config = CONFIGS["Qwen2.5-0.5B"], config_of(num_ranks=1)
     (line,) = memory_report(config, model, shape_of(model), None).splitlines()  # no page about GPUs that are not there
     assert "--site SITE.toml shows the estimate" in line
@@ -424,38 +425,13 @@ def test_nothing_is_judged_without_a_site_a_gpu_or_a_known_family() -> None:
 # --------------------------------------------------------------------------------------------------- site file, configs
 
 
-def test_the_example_of_a_site_file_names_every_gpu_that_is_known() -> None:
+def test_the_example_of_a_site_file_names_every_gpu_that_is_known():
     assert load_site(EXAMPLE_SITE).trainer.memory_gib == GPU_MEMORY_GIB["h100"]
     text = EXAMPLE_SITE.read_text(encoding="utf-8")
     assert [name for name in GPU_MEMORY_GIB if not re.search(rf"[ :]{name}[,.]", text)] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('[trainer]\ngpu = "h100"\n', ["generation: missing"]),
-        ('[trainer]\ngpu = "h100"\ngpus = 8\n[generation]\ngpu = "h100"', ["trainer.gpus=8: unknown", "legal: gpu, "]),
-        ('[trainer]\ngpu = "h1000"\n[generation]\ngpu = "h100"', ["trainer.gpu='h1000'", "gpu_memory_gib", "h200, l4"]),
-        ('[trainer]\ngpu = "h100"\ngpu_memory_gib = 0.0\n[generation]\ngpu = "h100"', ["trainer.gpu_memory_gib=0.0"]),
-        ("[trainer\n", ["not TOML"]),
-    ],
-)  # fmt: skip
-def test_a_fault_of_a_site_file_is_said_with_its_place(tmp_path: Path, text: str, words: list[str]) -> None:
-    path = tmp_path / "site.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as refused:
-        load_site(path)
-    for word in (str(path), *words):
-        assert word in str(refused.value)
-
-
-def test_a_site_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "no.toml", "no such site file"), (tmp_path, "a directory")):
-        with pytest.raises(ConfigError, match=said):
-            load_site(path)
-
-
-def test_a_gpu_of_unknown_name_is_taken_with_its_memory() -> None:
+def test_a_gpu_of_unknown_name_is_taken_with_its_memory():
     site = Site.model_validate({"trainer": {"gpu": "mi300", "gpu_memory_gib": 191.0}, "generation": {"gpu": "h100"}})
     assert site.trainer.memory_gib == 191.0
 
@@ -470,7 +446,7 @@ def check_words(name: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LARGE_RUNS | RECIPES)
-def test_a_run_for_h100s_passes_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_for_h100s_passes_check(name, tmp_path, capsys):
     assert main(check_words(name, tmp_path)) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     (line,) = re.findall(r"^fits .*$", printed, re.MULTILINE)
@@ -487,7 +463,7 @@ def test_a_run_for_h100s_passes_check(name: str, tmp_path: Path, capsys: pytest.
         ), "the head of the recipe says something else than is printed"
 
 
-def test_two_runs_of_one_size_say_the_same_of_their_memory() -> None:
+def test_two_runs_of_one_size_say_the_same_of_their_memory():
     """`rlhpc check` of the second needs a library for its problems, which not every machine has."""
     files = [ROOT / "configs" / f"{name}.toml" for name in ("gsm8k", "reasoning_gym")]
     shape = shape_of(CONFIGS[RECIPES["gsm8k"]])
@@ -497,7 +473,7 @@ def test_two_runs_of_one_size_say_the_same_of_their_memory() -> None:
 
 
 @pytest.mark.parametrize("name", LARGE_RUNS)
-def test_a_large_run_is_refused_on_small_gpus(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_run_is_refused_on_small_gpus(name, tmp_path, capsys):
     site = tmp_path / "small.toml"
     site.write_text('[trainer]\ngpu = "rtx4090"\n[generation]\ngpu = "b200"\n')
     assert main([*check_words(name, tmp_path)[:-1], str(site)]) == EXIT_CONFIG
@@ -507,14 +483,14 @@ def test_a_large_run_is_refused_on_small_gpus(name: str, tmp_path: Path, capsys:
     assert "23.5 GiB of trainer.gpu='rtx4090'" in captured.err
 
 
-def test_every_run_for_h100s_is_checked() -> None:
+def test_every_run_for_h100s_is_checked():
     files = [ROOT / "configs" / "gsm8k.toml", *(ROOT / "configs").glob("*/*.toml")]
     assert {str(path.relative_to(ROOT / "configs").with_suffix("")) for path in files} == set(LARGE_RUNS | RECIPES)
     for path in files:
         assert load_config(path).run.name == path.stem
 
 
-def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
+def test_the_bucket_that_the_plan_counts_is_deepspeeds():
     """Read as text: importing it would need DeepSpeed and its environment."""
     source = (ROOT / "rlhpc" / "training" / "deepspeed" / "engine.py").read_text(encoding="utf-8")
     (bucket,) = re.findall(r"^BUCKET_ELEMENTS = (\d+) << (\d+)", source, re.MULTILINE)
@@ -522,7 +498,7 @@ def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
     assert rank.buckets == (2 + 2 + 4) * (int(bucket[0]) << int(bucket[1]))
 
 
-def test_the_page_on_memory_says_which_gpus_a_model_needs() -> None:
+def test_the_page_on_memory_says_which_gpus_a_model_needs():
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (7B|32B) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == 5
@@ -541,9 +517,7 @@ def test_the_page_on_memory_says_which_gpus_a_model_needs() -> None:
 
 
 @pytest.mark.parametrize("name", ["large/qwen2.5-72b-tp8-pp4", "large/qwen2.5-7b-tp2"])
-def test_the_page_on_memory_shows_what_is_printed(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_on_memory_shows_what_is_printed(name, tmp_path, capsys, monkeypatch):
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (command, output) = re.findall(rf"^\$ rlhpc check configs/{name}.toml (.*)\n((?:.*\n)*?)```", page, re.MULTILINE)[0]
     monkeypatch.chdir(ROOT)
@@ -552,3 +526,142 @@ def test_the_page_on_memory_shows_what_is_printed(
     captured = capsys.readouterr()
     printed = captured.out[captured.out.find("memory      ") :] if captured.out else captured.err
     assert printed == output
+
+
+# --------------------- Host memory of a trainer rank: what it needs while it loads and trains, and whether its task may
+
+SEVEN, LARGE = NUM_PARAMETERS["Qwen2.5-7B"], NUM_PARAMETERS["Qwen2.5-32B"]
+
+
+def rank_of(model: str, backend: str, **trainer: Any) -> RankMemory:
+    (rank,) = plan_of(model, backend, **trainer)
+    assert isinstance(rank, RankMemory)
+    return rank
+
+
+@pytest.mark.parametrize(("model", "num"), [("Qwen2.5-7B", SEVEN), ("Qwen2.5-32B", LARGE)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_rank_of_deepspeed_loads_the_whole_model_in_float32_and_once_more_in_bfloat16(model, num, stage):
+    rank = rank_of(model, "deepspeed", num_ranks=8, zero_stage=stage)
+    assert rank.host == 6 * num > rank.host_training, "nothing is cut yet: ranks do not matter"
+    assert rank_of(model, "deepspeed", num_ranks=8, zero_stage=stage, dtype="float32").host_loading == 4 * num
+    assert "host, while loading: whole model" in describe_memory((rank,))
+
+
+def test_what_deepspeed_offloads_comes_while_the_float32_model_is_still_there():
+    rank = rank_of("Qwen2.5-7B", "deepspeed", num_ranks=2, zero_stage=3, optimizer_offload=True)
+    assert rank.host_loading == 4 * SEVEN + rank.host_optimizer
+    assert rank.host_optimizer == 16 * SEVEN // 2
+
+
+def test_the_larger_of_loading_and_training_counts():
+    rank = rank_of("Qwen2.5-7B", "deepspeed", num_ranks=1)
+    assert rank.host == rank.host_training == 12 * SEVEN > rank.host_loading == 6 * SEVEN
+
+
+def test_megatron_reads_slices_and_the_reference_a_whole_model():
+    assert rank_of("Qwen2.5-7B", "megatron", num_ranks=8).host_loading == 0
+    assert rank_of("Qwen2.5-7B", "reference").host_loading == 4 * SEVEN
+    assert rank_of("Qwen2.5-7B", "reference", device="cpu").host_loading == 0, "they are its masters"
+
+
+@pytest.mark.parametrize(
+    ("backend", "whole", "parts", "copies"),
+    [
+        ("megatron", {"num_ranks": 2}, {"num_ranks": 2, "tensor_parallel": 2}, 1),
+        ("deepspeed", {"num_ranks": 2, "zero_stage": 2}, {"num_ranks": 2, "zero_stage": 3}, 1),
+        ("megatron", {"num_ranks": 2}, {"num_ranks": 2, "pipeline_parallel": 2}, 0),
+    ],
+)
+def test_parts_of_the_largest_tensor_lie_beside_the_whole_while_they_are_joined_for_an_export(
+    backend, whole, parts, copies
+):
+    one, cut = plan_of("Qwen2.5-7B", backend, **whole)[0], plan_of("Qwen2.5-7B", backend, **parts)[0]
+    assert cut.export - one.export == copies * 2 * 152064 * 3584
+
+
+# ------------------------------------------------------------------------------------------------------------- verdict
+
+
+def test_the_sending_rank_keeps_what_it_sent_where_only_changes_travel():
+    base = config_of(num_ranks=8, pipeline_parallel=2)
+
+    def images(**weights: Any) -> list[int]:
+        changed = with_values(base, {f"weights.{key}": value for key, value in weights.items()})
+        return [rank.host_image for rank in plan_memory(changed, shape_of(CONFIGS["Qwen2.5-7B"]))]
+
+    whole = 2 * NUM_PARAMETERS["Qwen2.5-7B"]
+    assert images(transport="gloo") == [whole, 0]
+    assert images() == images(transport="nccl") == images(transport="gloo", delta="off") == [0, 0]
+    assert images(transport="gloo", staging="paused") == [0, 0]  # engines have nothing to apply a change to
+    wider = plan_memory(with_values(base, {"weights.transport": "gloo"}), shape_of(CONFIGS["Qwen2.5-7B"]))[0]
+    assert wider.host_training == whole + plan_memory(base, shape_of(CONFIGS["Qwen2.5-7B"]))[0].host_training
+    assert "host: weights as sent" in describe_memory((wider,))
+
+
+def said(given: int | None, model: str = "Qwen2.5-32B", backend: str = "deepspeed", **trainer: Any) -> list[str]:
+    site = Site.model_validate({"trainer": {"gpu": "b200", "memory_gib_per_gpu": given}, "generation": {"gpu": "b200"}})
+    return judge_host(config_of(backend, **trainer), shape_of(CONFIGS[model]), site, Path("site.toml"))
+
+
+def test_host_memory_that_is_too_small_is_refused_with_key_value_and_what_is_needed():
+    with pytest.raises(ConfigError) as refused:
+        said(96, num_ranks=8, zero_stage=3)
+    need = 6 * LARGE / GIB + 8
+    assert str(refused.value) == (
+        f"trainer.memory_gib_per_gpu=96 in site.toml: a rank of stage 0 needs {need:.1f} GiB of host memory while it "
+        f"loads the whole model (estimate; 8 of them the process), {need - 96:.1f} GiB more; "
+        "would fit: memory_gib_per_gpu=192"
+    )
+    assert f"rlhpc: {refused.value}\n" in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (fits,) = said(192, num_ranks=8, zero_stage=3)
+    assert fits == f"host        192 GiB of trainer.memory_gib_per_gpu: {192 - need:.1f} GiB to spare (an estimate)"
+    with pytest.raises(ConfigError, match="while it trains and saves"):
+        said(96, backend="megatron", num_ranks=2, optimizer_offload=True)
+
+
+def test_a_stage_in_the_middle_is_looked_at_too():
+    config = config_of(num_ranks=4, pipeline_parallel=4)
+    hosts = [rank.host for rank in plan_memory(config, ModelShape.of(CONFIGS["Qwen2.5-7B"]))]  # type: ignore[arg-type]
+    fullest = hosts.index(max(hosts))
+    with pytest.raises(ConfigError, match=f"a rank of stage {fullest} needs "):
+        said(1, "Qwen2.5-7B", "megatron", num_ranks=4, pipeline_parallel=4)
+
+
+def test_what_the_default_of_the_partition_must_be_is_said_where_much_is_needed():
+    (warning,) = said(None, num_ranks=8, zero_stage=3)
+    assert warning.startswith(
+        "warning     trainer.memory_gib_per_gpu is not in site.toml: the partition's default must be 192 GiB a GPU; "
+    )
+    assert said(None, "Qwen2.5-0.5B", "megatron", num_ranks=8) == []
+    (whole_node,) = said(0, num_ranks=8, zero_stage=3)
+    assert whole_node.startswith(
+        "host        trainer.memory_gib_per_gpu=0, all of a node: a rank of stage 0 needs 191.1"
+    )
+
+
+def test_a_small_model_is_not_refused_for_a_guess():
+    (line,) = said(1, "Qwen2.5-0.5B", "megatron", num_ranks=8)
+    assert line.startswith(
+        "host        1 GiB of trainer.memory_gib_per_gpu: not judged: a rank of stage 0 needs 8.7 GiB"
+    )
+    with pytest.raises(ConfigError, match="would fit: memory_gib_per_gpu=11"):
+        said(1, "Qwen2.5-0.5B", "deepspeed", num_ranks=8)
+
+
+def test_a_large_model_is_warned_of_for_the_guess_and_refused_for_what_is_counted():
+    need = 6 * LARGE / GIB
+    (warning,) = said(math.ceil(need), num_ranks=8, zero_stage=3)
+    assert warning.startswith("warning     trainer.memory_gib_per_gpu=")
+    assert warning.endswith("; would fit: 192")
+    with pytest.raises(ConfigError, match="would fit: memory_gib_per_gpu=192"):
+        said(math.floor(need), num_ranks=8, zero_stage=3)
+
+
+def test_check_refuses_it_in_one_line(tmp_path, capsys):
+    site = tmp_path / "site.toml"
+    site.write_text('[trainer]\ngpu = "h100"\nmemory_gib_per_gpu = 16\n[generation]\ngpu = "h100"\n')
+    words = check_words("large/qwen2.5-32b-tp4-pp2", tmp_path)
+    assert main([*words[:-1], str(site)]) == EXIT_CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"trainer\.memory_gib_per_gpu=16 in .*: a rank of stage \d needs [\d.]+ GiB", line)

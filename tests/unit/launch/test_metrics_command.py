@@ -1,4 +1,4 @@
-"""`rlhpc metrics`: a run's figures as CSV, Parquet, and as files of W&B, by its own package."""
+"""`rlhpc metrics`, `tensorboard` and W&B: a run's figures for other programs."""
 
 from __future__ import annotations
 
@@ -6,30 +6,48 @@ import csv
 import io
 import json
 import math
+import os
+import re
+import shutil
+import signal
+import subprocess
 import sys
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
+import numpy as np
 import pyarrow.parquet
 import pytest
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.util import tensor_util
 
 import rlhpc
 from launch.cli import main
-from launch.commands.trackers import ExportedRun, records_of
+from launch.commands.show import EventView
+from launch.commands.trackers import ExportedRun, records_of, rows_to_send
+from launch.run_directory.owner import register_launcher
 from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.metrics.curves import Curve, tabulated
 from rlhpc.metrics.tensorboard import Recorder, TensorBoardWriter
 from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError
 from tests.full_disk import small_disk
-from tests.unit.launch.seen_runs import TextRun
+from tests.patience import PATIENCE_S
+from tests.unit.doc_pages import ROOT
+from tests.unit.launch.runs_kit import TextRun
+from tests.unit.launch.web_kit import WandbServer, serving
+
+# ---------------------------- `rlhpc metrics`: a run's figures as CSV, Parquet, and as files of W&B, by its own package
 
 NO_WANDB = "no wandb here: pip install 'rlhpc[wandb]'"
 STEPS = 1_200  # so that wandb's blocks are more than one
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     """A run directory of two attempts, the second from step 2 on, and one evaluation."""
     text_run = TextRun(tmp_path_factory.mktemp("metrics") / "first", "run.name=first", f"run.num_steps={STEPS}")
     _attempt(text_run.layout.tensorboard, range(5), 1e9)
@@ -52,7 +70,7 @@ def _attempt(directory: Path, steps: range, begins_s: float, seam: int | None = 
     recorder.close()
 
 
-def test_metrics_are_printed_as_csv(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_are_printed_as_csv(run, capsys):
     assert main(["metrics", str(run), "--tag", "reward/*", "--tag", "evaluation/*", "--tag", "trainer/grad_norm"]) == 0
     names, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
     assert names == ["step", "unix_time_s", "evaluation/sums/pass@1", "reward/mean", "trainer/grad_norm"]
@@ -63,7 +81,7 @@ def test_metrics_are_printed_as_csv(run: Path, capsys: pytest.CaptureFixture[str
     assert [float(row[1]) for row in rows[1:4]] == [1e9 + 1, 2e9, 2e9 + 3]
 
 
-def test_figures_of_a_model_that_a_resume_has_undone_are_left_out(tmp_path: Path) -> None:
+def test_figures_of_a_model_that_a_resume_has_undone_are_left_out(tmp_path):
     layout = TextRun(tmp_path / "back").layout
     layout.attempts.write_text("".join(json.dumps({"index": k, "resume_step": 50 * k}) + "\n" for k in range(2)))
     curves = TensorBoardWriter(layout.evaluations / "tensorboard")
@@ -78,7 +96,7 @@ def test_figures_of_a_model_that_a_resume_has_undone_are_left_out(tmp_path: Path
     assert curve.steps.tolist() == [50, 60]
 
 
-def test_metrics_are_a_parquet_file_with_nulls_or_a_csv_file(run: Path, tmp_path: Path) -> None:
+def test_metrics_are_a_parquet_file_with_nulls_or_a_csv_file(run, tmp_path):
     for file in (tmp_path / "new" / "run.parquet", tmp_path / "run.csv"):
         assert main(["metrics", str(run), "--out", str(file)]) == 0
     table = pyarrow.parquet.read_table(tmp_path / "new" / "run.parquet").to_pydict()
@@ -93,7 +111,7 @@ def test_metrics_are_a_parquet_file_with_nulls_or_a_csv_file(run: Path, tmp_path
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
-def test_metrics_are_a_frame(run: Path, library: Any) -> None:
+def test_metrics_are_a_frame(run, library):
     pytest.importorskip(library, reason=f"no {library} here: pip install 'rlhpc[frames]'")
     frame = rlhpc.Run.load(run).metrics_frame(library, "reward/*", "evaluation/*")
     assert list(frame.columns) == ["step", "unix_time_s", "evaluation/sums/pass@1", "reward/mean"]
@@ -110,16 +128,12 @@ def test_metrics_are_a_frame(run: Path, library: Any) -> None:
         (["--out", "run.xlsx"], "--out run.xlsx: legal: a name that ends in .csv or .parquet"),
     ],
 )
-def test_what_cannot_be_selected_or_written_is_refused(
-    run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_selected_or_written_is_refused(run, words, said, capsys):
     assert main(["metrics", str(run), *words]) == EXIT_CONFIG
     assert capsys.readouterr().err == f"rlhpc: {said}\n"
 
 
-def test_a_run_without_metrics_and_a_directory_without_a_run_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_metrics_and_a_directory_without_a_run_are_refused(tmp_path, capsys):
     new = TextRun(tmp_path / "new").layout.root
     assert main(["metrics", str(new)]) == EXIT_CONFIG
     assert "no metrics yet" in capsys.readouterr().err
@@ -127,7 +141,7 @@ def test_a_run_without_metrics_and_a_directory_without_a_run_are_refused(
     assert "not a run directory" in capsys.readouterr().err
 
 
-def test_a_damaged_event_ends_its_file_and_no_more(tmp_path: Path) -> None:
+def test_a_damaged_event_ends_its_file_and_no_more(tmp_path):
     made = TextRun(tmp_path / "damaged")
     _attempt(made.layout.tensorboard, range(5), 1e9)
     (path,) = made.layout.tensorboard.glob("events.*")
@@ -138,9 +152,7 @@ def test_a_damaged_event_ends_its_file_and_no_more(tmp_path: Path) -> None:
     assert 3 <= len(curve.steps) <= 5
 
 
-def test_without_the_package_it_says_what_to_install(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_it_says_what_to_install(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["metrics", str(run), "--wandb", str(tmp_path / "wandb")]) == EXIT_CONFIG
     assert "pip install 'rlhpc[wandb]'" in capsys.readouterr().err
@@ -156,9 +168,7 @@ def history_of(records: list[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.starts
-def test_wandb_s_files_hold_every_step_with_its_own_time_and_once(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_s_files_hold_every_step_with_its_own_time_and_once(run, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason=NO_WANDB)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
     monkeypatch.setenv("WANDB_MODE", "online")  # no variable makes it speak to anyone
@@ -182,9 +192,7 @@ def test_wandb_s_files_hold_every_step_with_its_own_time_and_once(
 
 
 @pytest.mark.starts
-def test_steps_that_wandb_loses_without_a_word_are_an_error_and_an_earlier_export_stays(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_that_wandb_loses_without_a_word_are_an_error_and_an_earlier_export_stays(run, tmp_path, capsys):
     pytest.importorskip("wandb", reason=NO_WANDB)
     table = RunView(RunLayout(run)).metric_table()
     (tmp_path / "wandb").mkdir()
@@ -198,9 +206,7 @@ def test_steps_that_wandb_loses_without_a_word_are_an_error_and_an_earlier_expor
         assert [path.name for path in earlier.parent.glob("*offline-run-*")] == [earlier.name]
 
 
-def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(run, tmp_path, monkeypatch):
     def interrupted(**_: object) -> NoReturn:
         raise KeyboardInterrupt
 
@@ -215,13 +221,261 @@ def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(
     assert [path.name for path in earlier.parent.iterdir()] == [earlier.name]
 
 
-def test_a_run_is_the_same_run_whichever_of_its_metrics_are_exported(run: Path) -> None:
+def test_a_run_is_the_same_run_whichever_of_its_metrics_are_exported(run):
     layout = RunLayout(run)
     tables = [RunView(layout).metric_table(tags) for tags in ((), ("evaluation/*",), ("trainer/grad_norm",))]
     assert len({float(table.unix_times_s[0]) for table in tables}) > 1
     assert len({ExportedRun(RunView(layout), table).identity for table in tables}) == 1
 
 
-def test_a_frame_of_metrics_names_what_it_lacks(run: Path) -> None:
+def test_a_frame_of_metrics_names_what_it_lacks(run):
     with pytest.raises(ConfigError, match="legal: pandas, polars"):
         rlhpc.Run.load(run).metrics_frame("excel")  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------- `rlhpc tensorboard`: runs under their own names, once each
+
+
+def made(root: Path, name: str) -> RunLayout:
+    """A run of four steps with one evaluation."""
+    layout = TextRun(root, f"run.name={name}").layout
+    record(layout, range(4))
+    curves = TensorBoardWriter(layout.evaluations / "tensorboard")
+    curves.scalars(4, {"evaluation/sums/pass@1": 0.5})
+    curves.close()
+    layout.status.write_text("{}")
+    return layout
+
+
+def record(layout: RunLayout, steps: range, seam: int | None = None) -> None:
+    recorder = Recorder(layout.tensorboard, seam=seam)
+    for step in steps:
+        recorder.step(step, {"reward/mean": float(step)})
+    recorder.close()
+
+
+def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Run → points of its reward, as TensorBoard's own loader finds them."""
+    loaded = EventMultiplexer().AddRunsFromDirectory(str(directory))
+    loaded.Reload()
+    return {run: points_of(loaded, run) for run in loaded.Runs()}
+
+
+def points_of(loaded: EventMultiplexer, run: str) -> list[tuple[int, float]]:
+    """The loader turns numbers into tensors; [] where there is no reward."""
+    if "reward/mean" not in loaded.Runs()[run]["tensors"]:
+        return []
+    points = loaded.Tensors(run, "reward/mean")
+    return [(point.step, float(tensor_util.make_ndarray(point.tensor_proto))) for point in points]
+
+
+def test_every_run_is_shown_once_under_its_own_name(tmp_path):
+    made(tmp_path / "a", "first")
+    made(tmp_path / "b", "second")
+    made(tmp_path / "c", "first")
+    view = EventView(tmp_path / "view", [tmp_path])
+    view.find()
+    view.update()
+    assert view.names == ["first", "first (c/run)", "second"]
+    reward = [(step, float(step)) for step in range(4)]
+    runs = dict.fromkeys(view.names, reward) | {f"{name}/evaluations": [] for name in view.names}
+    assert shown(tmp_path / "view") == runs
+
+
+def test_what_happens_to_runs_meanwhile_is_seen_at_the_next_look(tmp_path):
+    layout = made(tmp_path / "a", "first")
+    view = EventView(tmp_path / "view", [tmp_path])
+    view.find()
+    view.update()
+    record(layout, range(2, 3), seam=2)  # a resume
+    made(tmp_path / "b", "second")
+    view.find()
+    view.update()
+    found = shown(tmp_path / "view")
+    assert found["first"] == [(step, float(step)) for step in range(3)]
+    assert found["second"] == [(step, float(step)) for step in range(4)]
+    shutil.rmtree(layout.tensorboard)  # rlhpc run --fresh
+    record(layout, range(1))
+    view.update()
+    assert shown(tmp_path / "view")["first"] == [(0, 0.0)]
+    shutil.rmtree(layout.root)
+    view.update()
+    assert "second" in shown(tmp_path / "view")
+
+
+def test_nothing_to_show_is_said(tmp_path, capsys):
+    assert main(["tensorboard", str(tmp_path)]) == EXIT_CONFIG
+    assert f"no run with metrics below {tmp_path}" in capsys.readouterr().err
+    assert main(["tensorboard", str(tmp_path / "nowhere")]) == EXIT_CONFIG
+    assert "nowhere: no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.starts
+def test_tensorboard_itself_serves_these_runs_until_it_is_ended(tmp_path):
+    made(tmp_path / "a", "first")
+    (tmp_path / ".tensorboard-info").touch()  # another user's, say, where it cannot write
+    command = [sys.executable, "-m", "launch.cli", "tensorboard", str(tmp_path), "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    served = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert served.stdout is not None
+    try:
+        assert "first: add #custom_scalars to the address" in served.stdout.readline()
+        address = next(match[0] for line in served.stdout if (match := re.search(r"http://localhost:\d+/", line)))
+        assert ask(f"{address}data/runs", lambda runs: len(runs) > 1) == ["first", "first/evaluations"]
+        ask(f"{address}data/plugin/scalars/tags", lambda tags: "reward/mean" in tags["first"])
+        scalars = f"{address}data/plugin/scalars/scalars?run=first&tag=reward/mean"
+        points = ask(scalars, lambda points: len(points) >= 4)
+        assert [point[1] for point in points] == [0, 1, 2, 3]
+        layout = ask(f"{address}data/plugin/custom_scalars/layout")
+        assert layout["category"][0]["title"] == "Reward"
+    finally:
+        served.send_signal(signal.SIGTERM)
+        served.stdout.read()
+    assert served.wait() == 0
+    assert not [*tmp_path.glob("rlhpc-tensorboard-*")]
+
+
+def ask(address: str, is_loaded: Callable[[Any], bool] = bool) -> Any:
+    """Of a server on this machine.  It knows no run before it has loaded it all: until then it is asked again."""
+    while True:
+        with urllib.request.urlopen(address, timeout=120) as reply:
+            found = json.loads(reply.read())
+        if is_loaded(found):
+            return found
+
+
+# ----------------- A run is sent to Weights & Biases while it goes on: each step once, across interruptions and resumes
+
+
+def curve(steps: list[int], times: list[float], worth: float = 0.5) -> Curve:
+    return Curve(np.array(steps), np.full(len(steps), worth), np.array(times))
+
+
+def test_the_newest_step_waits_until_it_is_whole_and_an_evaluation_goes_with_the_step_that_follows_it():
+    table = tabulated(
+        {
+            "reward/mean": curve([0, 1, 2, 3], [10.0, 20.0, 30.0, 40.0]),
+            "evaluation/sums/pass@1": curve([0, 2], [25.0, 45.0]),
+        }
+    )
+    sent = list(rows_to_send(table, 0, is_last=False, is_complete=False))
+    assert [step for step, _, _ in sent] == [0, 1, 2]
+    assert sent[2][2] == {"reward/mean": 0.5, "evaluation/sums/pass@1": 0.5, "evaluation/step": 0.0}
+    assert all("evaluation/step" not in points for _, _, points in sent[:2])
+    assert [step for step, _, _ in rows_to_send(table, 2, is_last=True, is_complete=False)] == [2, 3]
+    *_, behind = rows_to_send(table, 2, is_last=True, is_complete=True)  # nothing else will carry the last one
+    assert behind == (4, 45.0, {"evaluation/sums/pass@1": 0.5, "evaluation/step": 2.0})
+
+
+def test_two_evaluations_that_come_together_keep_their_own_steps():
+    table = tabulated(
+        {
+            "reward/mean": curve([0, 1, 2], [10.0, 20.0, 30.0]),
+            "evaluation/sums/pass@1": curve([0, 1], [11.0, 12.0]),
+        }
+    )
+    sent = list(rows_to_send(table, 0, is_last=True, is_complete=False))
+    assert [points.get("evaluation/step") for _, _, points in sent] == [None, 0.0, 1.0]
+
+
+class Run:
+    """A run directory that a test writes as a controller does."""
+
+    def __init__(self, directory: Path) -> None:
+        self.layout = TextRun(directory / "first", "run.name=first", "run.num_steps=9").layout
+        self._now_s = 1e9
+
+    def attempt(self, steps: range, seam: int | None = None) -> None:
+        recorder = Recorder(self.layout.tensorboard, seam=seam, wall_clock=lambda: self._now_s)
+        for step in steps:
+            self._now_s += 10.0
+            recorder.step(step, {"reward/mean": step / 10, "trainer/loss": 1.0})
+        assert recorder.flush(60.0)
+        recorder.close()
+
+    def evaluation(self, step: int) -> None:
+        curves = TensorBoardWriter(self.layout.evaluations / "tensorboard", lambda: self._now_s + 1.0)
+        curves.scalars(step, {"evaluation/sums/pass@1": 0.25})
+        curves.close()
+
+
+class Follower:
+    """`rlhpc metrics RUN --wandb DIR --follow` as a process."""
+
+    def __init__(self, run: Run, directory: Path, server: WandbServer) -> None:
+        words = ["metrics", str(run.layout.root), "--wandb", str(directory), "--follow", "--tag", "reward/*"]
+        self._server, self._log = server, (directory.parent / "follower.log").open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch.cli", *words, "--tag", "evaluation/*"],
+            cwd=ROOT,
+            env={**os.environ, **server.environment},
+            stderr=self._log,
+        )
+
+    def wait_until(self, holds: Callable[[list[dict[str, float]]], bool]) -> None:
+        server = self._server
+        with server.grown:
+            assert server.grown.wait_for(lambda: holds(server.history), PATIENCE_S), server.history
+
+    def interrupted(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(PATIENCE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+
+def steps_of(history: list[dict[str, float]]) -> list[int]:
+    return [int(row["_step"]) for row in history]
+
+
+@pytest.mark.starts
+def test_a_run_is_followed_across_an_interruption_and_a_resume_and_every_step_is_sent_once(tmp_path):
+    pytest.importorskip("wandb", reason="no wandb here: pip install 'rlhpc[wandb]'")
+    run, directory = Run(tmp_path), tmp_path / "wandb-files"
+    register_launcher(run.layout)  # this process: the run is alive
+    with serving() as server:
+        run.attempt(range(4))
+        with Follower(run, directory, server) as follower:
+            follower.wait_until(lambda history: steps_of(history) == [0, 1, 2])  # 3 may not be whole yet
+            run.evaluation(2)
+            run.attempt(range(4, 6))
+            follower.wait_until(lambda history: steps_of(history) == [0, 1, 2, 3, 4])
+            assert follower.interrupted() == EXIT_INTERRUPTED
+        run.attempt(range(3, 9), seam=3)  # a resume trains 3, 4 and 5 again
+        run.evaluation(8)
+        run.layout.summary.write_text("{}")
+        with Follower(run, directory, server) as follower:
+            assert follower.process.wait(PATIENCE_S) == 0
+    assert steps_of(server.history) == [*range(10)]
+    assert [row.get("reward/mean") for row in server.history] == [*(step / 10 for step in range(9)), None]
+    evaluated = {int(row["_step"]): row["evaluation/step"] for row in server.history if "evaluation/step" in row}
+    assert evaluated == {4: 2, 9: 8}
+    assert not any("trainer/loss" in row for row in server.history)
+    assert len({*server.ids}) == 1
+    assert "the run is left alone" in (tmp_path / "follower.log").read_text()
+
+
+@pytest.mark.starts
+def test_whoever_is_not_logged_in_is_told_how(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb", reason="no wandb here: pip install 'rlhpc[wandb]'")
+    run = Run(tmp_path)
+    run.attempt(range(2))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    assert main(["metrics", str(run.layout.root), "--wandb", str(tmp_path / "out"), "--follow"]) == EXIT_CONFIG
+    assert "`wandb login` or WANDB_API_KEY" in capsys.readouterr().err
+
+
+def test_only_wandb_can_be_followed(tmp_path, capsys):
+    run = Run(tmp_path)
+    assert main(["metrics", str(run.layout.root), "--follow"]) == EXIT_CONFIG
+    assert "legal only beside --wandb" in capsys.readouterr().err

@@ -16,9 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +33,7 @@ from rlhpc.protocol.errors import CheckpointError, ConfigError, RoleFailed, RunD
 from rlhpc.training.checkpoint_directory import begin, complete
 from tests.ring.run_kit import make_lab
 from tests.unit.doc_pages import ROOT, blocks
-from tests.unit.launch.runs_kit import Runs
-from tests.unit.launch.seen_runs import TextRun
+from tests.unit.launch.runs_kit import Runs, TextRun
 
 PAGE = ROOT / "docs" / "python.md"
 HEADINGS = ("Read a run", "Run and evaluate", "Submit runs")
@@ -66,11 +63,11 @@ class FirstRun(TextRun):
 
 
 @pytest.fixture
-def first(tmp_path: Path) -> FirstRun:
+def first(tmp_path) -> FirstRun:
     return FirstRun(tmp_path / "first")
 
 
-def test_a_run_is_arrays_rollouts_and_checkpoints(first: FirstRun) -> None:
+def test_a_run_is_arrays_rollouts_and_checkpoints(first):
     run = rlhpc.Run.load(first.layout.root)
     assert (run.name, run.step, run.num_steps, run.phase, run.summary) == ("first", 2, 2, "training", None)
     np.testing.assert_array_equal(run.figures["reward/mean"].values, [0.25, 1.25])
@@ -91,21 +88,19 @@ def test_a_run_is_arrays_rollouts_and_checkpoints(first: FirstRun) -> None:
 
 
 @pytest.mark.parametrize("load", [rlhpc.Run, rlhpc.Run.load])
-def test_a_run_is_loaded_from_its_directory_and_one_without_a_run_is_refused(
-    first: FirstRun, tmp_path: Path, load: Callable[[str | Path], rlhpc.Run]
-) -> None:
+def test_a_run_is_loaded_from_its_directory_and_one_without_a_run_is_refused(first, tmp_path, load):
     assert load(str(first.layout.root)).name == "first"
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         load(tmp_path)
 
 
-def test_a_run_that_does_not_run_needs_no_stop(first: FirstRun) -> None:
+def test_a_run_that_does_not_run_needs_no_stop(first):
     told = list[str]()
     rlhpc.Run(first.layout.root).stop(tell=told.append)
     assert told == [f"{first.layout.root}: this run is not running"]
 
 
-def test_help_shows_the_names_that_are_meant_and_plain_signatures() -> None:
+def test_help_shows_the_names_that_are_meant_and_plain_signatures():
     page = pydoc.plain(pydoc.render_doc(rlhpc))
     functions = page[page.index("\nFUNCTIONS") : page.index("\nDATA")]
     assert re.findall(r"^    (\w+)\(", functions, re.MULTILINE) == [name for name in rlhpc.__all__ if name != "Run"]
@@ -113,7 +108,7 @@ def test_help_shows_the_names_that_are_meant_and_plain_signatures() -> None:
     assert all(f"rlhpc.{name} " in page[: page.index("PACKAGE CONTENTS")] for name in rlhpc.__all__)
 
 
-def test_what_a_frame_is_made_of_has_a_row_a_rollout_and_none_for_what_it_lacks(first: FirstRun) -> None:
+def test_what_a_frame_is_made_of_has_a_row_a_rollout_and_none_for_what_it_lacks(first):
     columns = _columns(rlhpc.Run.load(first.layout.root).rollouts())
     assert {len(values) for values in columns.values()} == {4}
     assert columns["standing"] == ["trained", "trained", "dropped", "dropped"]
@@ -123,7 +118,7 @@ def test_what_a_frame_is_made_of_has_a_row_a_rollout_and_none_for_what_it_lacks(
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
-def test_rollouts_are_a_frame_with_a_column_for_each_part_of_the_reward(first: FirstRun, library: str) -> None:
+def test_rollouts_are_a_frame_with_a_column_for_each_part_of_the_reward(first, library):
     pytest.importorskip(library, reason=f"no {library} here: pip install 'rlhpc[frames]'")
     frame = rlhpc.Run.load(first.layout.root).frame(library)  # type: ignore[arg-type]
     assert len(frame) == 4
@@ -132,9 +127,7 @@ def test_rollouts_are_a_frame_with_a_column_for_each_part_of_the_reward(first: F
     assert list(frame["num_tokens"]) == [2, 6, 2, 2]
 
 
-def test_a_frame_of_what_is_not_installed_says_what_to_install(
-    first: FirstRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_of_what_is_not_installed_says_what_to_install(first, monkeypatch):
     monkeypatch.setitem(sys.modules, "polars", None)
     run = rlhpc.Run.load(first.layout.root)
     with pytest.raises(ConfigError, match=r"pip install 'rlhpc\[frames\]'"):
@@ -144,7 +137,7 @@ def test_a_frame_of_what_is_not_installed_says_what_to_install(
 
 
 @pytest.mark.starts
-def test_importing_rlhpc_loads_nothing_and_its_door_no_torch() -> None:
+def test_importing_rlhpc_loads_nothing_and_its_door_no_torch():
     program = """
 import sys
 before = set(sys.modules)
@@ -162,13 +155,13 @@ except AttributeError as error:
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def test_a_figure_that_is_not_there_is_answered_with_one_that_is(first: FirstRun) -> None:
+def test_a_figure_that_is_not_there_is_answered_with_one_that_is(first):
     with pytest.raises(KeyError, match=r"not a metric of this run \(did you mean reward/mean\?\)"):
         rlhpc.Run.load(first.layout.root).figures["reward/meen"]
 
 
 @pytest.mark.starts
-def test_a_run_from_python_is_the_command_and_an_error_of_its_settings_is_ours(tmp_path: Path) -> None:
+def test_a_run_from_python_is_the_command_and_an_error_of_its_settings_is_ours(tmp_path):
     lab, told = make_lab(tmp_path), list[str]()
     run_file = lab.run_file("short", data={"task": "exact_match"})
     with pytest.raises(ConfigError, match=r"overrides: run\.num_steps='many'"):
@@ -181,9 +174,7 @@ def test_a_run_from_python_is_the_command_and_an_error_of_its_settings_is_ours(t
 
 
 @pytest.mark.starts
-def test_a_run_that_was_started_is_looked_at_and_stopped_and_has_the_modules_of_its_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_started_is_looked_at_and_stopped_and_has_the_modules_of_its_session(tmp_path, monkeypatch):
     (tmp_path / "mine_of_a_session.py").write_text("def judge(completion, reference):\n    return len(completion)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     lab = make_lab(tmp_path)
@@ -229,9 +220,7 @@ sys.exit(STATUS)
 
 @pytest.mark.starts
 @pytest.mark.parametrize(("status", "error"), [(2, ConfigError), (1, RoleFailed)])
-def test_an_error_has_the_reason_and_not_what_is_printed_after_it(
-    monkeypatch: pytest.MonkeyPatch, status: int, error: type[Exception]
-) -> None:
+def test_an_error_has_the_reason_and_not_what_is_printed_after_it(monkeypatch, status, error):
     _stands_in(monkeypatch, STARVED.replace("STATUS", str(status)))
     told = list[str]()
     with pytest.raises(error) as raised:
@@ -242,7 +231,7 @@ def test_an_error_has_the_reason_and_not_what_is_printed_after_it(
 
 
 @pytest.mark.starts
-def test_an_interrupt_ends_a_run_and_not_the_waiting_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_a_run_and_not_the_waiting_for_one(monkeypatch):
     waits = "import time, sys; print('rlhpc: here', file=sys.stderr, flush=True); time.sleep(600)"
     _stands_in(monkeypatch, waits)
 
@@ -269,7 +258,7 @@ def test_an_interrupt_ends_a_run_and_not_the_waiting_for_one(monkeypatch: pytest
 
 
 @pytest.mark.starts
-def test_what_tell_raises_ends_the_telling_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tell_raises_ends_the_telling_and_not_the_run(monkeypatch):
     reported: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     _stands_in(monkeypatch, "import sys; sys.stderr.write('a line\\n' * 100_000)")
@@ -278,7 +267,7 @@ def test_what_tell_raises_ends_the_telling_and_not_the_run(monkeypatch: pytest.M
 
 
 @pytest.mark.starts
-def test_a_check_returns_its_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_returns_its_warnings(monkeypatch):
     printed = "print('data        500 records\\nwarning     only 75 prompts differ')"
     given, told = _stands_in(monkeypatch, printed), list[str]()
     demo = ROOT / "configs" / "demo.toml"
@@ -297,13 +286,13 @@ def test_a_check_returns_its_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"run": {"num_steps": -1}}, r"overrides: run\.num_steps=-1: legal: above 0"),
     ],
 )
-def test_overrides_are_texts_or_a_dict(overrides: Any, said: str) -> None:
+def test_overrides_are_texts_or_a_dict(overrides, said):
     for function in (rlhpc.run, rlhpc.start, rlhpc.check):
         with pytest.raises(ConfigError, match=said):
             function(ROOT / "configs" / "demo.toml", overrides)
 
 
-def test_values_of_a_dict_are_what_they_are() -> None:
+def test_values_of_a_dict_are_what_they_are():
     given = {"run.name": 'a "b"', "data.path": Path("a b"), "run.seed": np.int64(3), "agent.command": ["a", "b=c"]}
     given |= {"trainer.learning_rate": np.float64(1e-5), "model": {"chat_template_kwargs": {"enable thinking": False}}}
     words = ["run.seed=3", 'agent.command=["a", "b=c"]', "trainer.learning_rate=1e-05"]
@@ -311,7 +300,7 @@ def test_values_of_a_dict_are_what_they_are() -> None:
     assert sorted(words_of(given)) == sorted(words)
 
 
-def test_settings_in_place_of_a_run_file_and_both_beginnings_are_refused() -> None:
+def test_settings_in_place_of_a_run_file_and_both_beginnings_are_refused():
     for function in (rlhpc.run, rlhpc.start, functools.partial(rlhpc.submit, site="site.toml")):
         with pytest.raises(ConfigError, match="legal: a run file, or a Config"):
             function({"run": {"name": "x"}})
@@ -319,23 +308,21 @@ def test_settings_in_place_of_a_run_file_and_both_beginnings_are_refused() -> No
             function(ROOT / "configs" / "demo.toml", resume=True, fresh=True)
 
 
-def test_an_option_in_an_error_is_an_argument_unless_it_is_of_a_command_to_type() -> None:
+def test_an_option_in_an_error_is_an_argument_unless_it_is_of_a_command_to_type():
     arguments = inspect.signature(rlhpc.submit).parameters | inspect.signature(rlhpc.evaluate).parameters
     said = "use --resume, --fresh to start over; --after 'x y': no; --step 7: no; --ema; `rlhpc run R --resume`"
     meant = "use resume=True, fresh=True to start over; after='x y': no; step=7: no; --ema; `rlhpc run R --resume`"
     assert in_python(said, arguments) == meant
 
 
-def test_an_export_says_what_is_not_there_in_its_own_words(first: FirstRun, tmp_path: Path) -> None:
+def test_an_export_says_what_is_not_there_in_its_own_words(first, tmp_path):
     with pytest.raises(CheckpointError, match=r"^step=7: .* no such checkpoint; legal: 2$"):
         rlhpc.export(first.layout.root, tmp_path / "out", step=7)
     with pytest.raises(ConfigError, match=r"^dtype=float16; legal: float32, bfloat16$"):
         rlhpc.export(rlhpc.Run(first.layout.root), tmp_path / "out", dtype="float16")
 
 
-def test_what_this_session_alone_searches_is_searched_by_what_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_session_alone_searches_is_searched_by_what_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), "", str(tmp_path / "not-there")])
     monkeypatch.delenv("PYTHONPATH", raising=False)
     found = import_path().split(os.pathsep)
@@ -347,9 +334,7 @@ def test_what_this_session_alone_searches_is_searched_by_what_it_starts(
 
 
 @pytest.mark.starts
-def test_an_evaluation_from_python_is_the_commands_and_two_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_from_python_is_the_commands_and_two_are_compared(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the rewards of the lab are in tests
     lab = make_lab(tmp_path)
     words, how = ["generation.engine=scripted"], {"run": lab.run_file("like"), "prompts": 3, "samples": 2}
@@ -362,7 +347,7 @@ def test_an_evaluation_from_python_is_the_commands_and_two_are_compared(
         rlhpc.evaluate(lab.model, lab.dataset)
 
 
-def test_the_page_for_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_for_python_runs(tmp_path, monkeypatch):
     first = FirstRun(tmp_path / "made")
     (tmp_path / "runs").mkdir()
     first.layout.root.rename(tmp_path / "runs" / "first")
@@ -377,7 +362,7 @@ def test_the_page_for_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert names["run"].name == "first"  # type: ignore[attr-defined]
 
 
-def test_every_name_that_the_page_lists_is_there() -> None:
+def test_every_name_that_the_page_lists_is_there():
     page = PAGE.read_text(encoding="utf-8")
     for name in re.findall(r"`run\.(\w+)", page):
         assert hasattr(rlhpc.Run, name), name
@@ -392,7 +377,7 @@ def test_every_name_that_the_page_lists_is_there() -> None:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Runs:
+def runs(tmp_path) -> Runs:
     return Runs(tmp_path)
 
 
@@ -403,7 +388,7 @@ def _ended(layout: object, job_id: int, result: tuple[str, object]) -> None:
 
 
 @pytest.mark.starts
-def test_the_result_of_a_job_is_the_summary_and_no_pickle_is_read_for_it(runs: Runs) -> None:
+def test_the_result_of_a_job_is_the_summary_and_no_pickle_is_read_for_it(runs):
     layout = runs.submitted("first", 4711)
     _ended(layout, 4711, ("success", {"steps": "not this"}))
     layout.summary.write_text('{"steps": 100}')
@@ -415,7 +400,7 @@ def test_the_result_of_a_job_is_the_summary_and_no_pickle_is_read_for_it(runs: R
 
 
 @pytest.mark.starts
-def test_a_run_that_failed_raises_what_its_supervisor_said_last(runs: Runs) -> None:
+def test_a_run_that_failed_raises_what_its_supervisor_said_last(runs):
     layout = runs.submitted("first", 4711)
     EventLog(layout.job_events("4711"), 0).say("verdict", "given_up: failed too often")
     _ended(layout, 4711, ("error", "…"))
@@ -424,7 +409,7 @@ def test_a_run_that_failed_raises_what_its_supervisor_said_last(runs: Runs) -> N
 
 
 @pytest.mark.starts
-def test_a_job_goes_on_in_its_successor(runs: Runs) -> None:
+def test_a_job_goes_on_in_its_successor(runs):
     layout = runs.submitted("first", 4711)
     job = RunJob(layout.root)
     _ended(layout, 4711, ("error", "close to its time limit"))
@@ -438,25 +423,25 @@ def test_a_job_goes_on_in_its_successor(runs: Runs) -> None:
     assert job.done()
 
 
-def test_a_run_that_was_never_submitted_is_no_job(first: FirstRun) -> None:
+def test_a_run_that_was_never_submitted_is_no_job(first):
     with pytest.raises(RunDirectoryError, match="was it submitted"):
         RunJob(first.layout.root)
 
 
-def test_what_is_refused_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_is_refused_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError):
         rlhpc.submit(ROOT / "configs" / "demo.toml", tmp_path / "no-site.toml", [f"run.directory={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
 
 
-def test_half_a_surrogate_in_a_text_is_its_escape_in_a_frame(tmp_path: Path) -> None:
+def test_half_a_surrogate_in_a_text_is_its_escape_in_a_frame(tmp_path):
     run = TextRun(tmp_path / "torn")
     run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0, task="cut \ud83d")])
     columns = _columns(rlhpc.Run.load(run.layout.root).rollouts())
     assert columns["task"] == ["cut \\ud83d", "cut \\ud83d"]
 
 
-def test_a_fault_of_an_override_is_not_put_down_to_a_command_line(tmp_path: Path) -> None:
+def test_a_fault_of_an_override_is_not_put_down_to_a_command_line(tmp_path):
     site = ROOT / "slurm" / "sites" / "example.toml"
     with pytest.raises(ConfigError) as error:
         rlhpc.submit(ROOT / "configs" / "demo.toml", site, ["run.num_steps=-1", f"run.directory={tmp_path}"])

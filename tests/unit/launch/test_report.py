@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,10 +30,9 @@ from rlhpc.metrics.tensorboard import Recorder
 from rlhpc.protocol.errors import EXIT_CONFIG
 from rlhpc.roles.controller.guard import GuardEntry, GuardFile
 from rlhpc.roles.controller.run_status import TimelineEntry
-from tests.unit.launch.browser import asks_the_network, dom_of, needs_browser, picture_of, texts_in
-from tests.unit.launch.launchers import launcher_elsewhere
-from tests.unit.launch.seen_runs import TextRun
+from tests.unit.launch.runs_kit import TextRun, launcher_elsewhere
 from tests.unit.launch.site_kit import plan_of
+from tests.unit.launch.web_kit import asks_the_network, dom_of, needs_browser, picture_of, texts_in
 
 BEGAN_S = 1_790_000_000.0
 FIGURES = {"pass@1": {"value": 0.5, "low": 0.4, "high": 0.6}}
@@ -94,11 +92,11 @@ class ToldRun(TextRun):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> ToldRun:
+def told(tmp_path_factory) -> ToldRun:
     return ToldRun(tmp_path_factory.mktemp("report") / "told")
 
 
-def test_the_story_of_a_killed_generator_is_whole_and_in_order(told: ToldRun) -> None:
+def test_the_story_of_a_killed_generator_is_whole_and_in_order(told):
     report = read_report(RunView(told.layout))
     texts = [each.text for _, each in report.marks]
     expected = (
@@ -116,15 +114,13 @@ def test_the_story_of_a_killed_generator_is_whole_and_in_order(told: ToldRun) ->
 
 
 @pytest.mark.parametrize(("action", "is_fault"), [("warn", False), ("tighten", True), ("skip", True), ("stop", True)])
-def test_of_the_guard_what_it_did_is_a_fault_and_what_it_only_said_is_none(
-    tmp_path: Path, action: str, is_fault: bool
-) -> None:
+def test_of_the_guard_what_it_did_is_a_fault_and_what_it_only_said_is_none(tmp_path, action, is_fault):
     run = TextRun(tmp_path / "guarded")
     GuardFile(run.layout.guard).append(GuardEntry(0, 12, 12, action, {}, [], "grad_norm 9", BEGAN_S))
     assert bool(read_story(RunView(run.layout)).faults) == is_fault
 
 
-def test_a_run_that_its_user_has_ended_has_no_fault(tmp_path: Path) -> None:
+def test_a_run_that_its_user_has_ended_has_no_fault(tmp_path):
     run = TextRun(tmp_path / "ended")
     for job, verdict in (("4712", "stop: asked for by `rlhpc stop`"), ("4713", "abort: by `rlhpc stop --now`")):
         EventLog(run.layout.job_events(job), 0).say("verdict", verdict)
@@ -142,7 +138,7 @@ def begins_here(run: TextRun, index: int) -> EventLog:
 
 
 @pytest.mark.starts
-def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tmp_path: Path) -> None:
+def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tmp_path):
     run = TextRun(tmp_path / "killed")
     begins_here(run, 0)
     register_launcher(run.layout)
@@ -160,7 +156,7 @@ def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tm
     assert [each.kind for each in story.happenings] == ["attempt", "killed", "attempt", "attempt_end"]
 
 
-def test_a_killed_run_ended_at_its_last_status_whatever_became_of_its_launchers_file(tmp_path: Path) -> None:
+def test_a_killed_run_ended_at_its_last_status_whatever_became_of_its_launchers_file(tmp_path):
     """A resume that is refused removes that file."""
     run = TextRun(tmp_path / "killed")
     begins_here(run, 0)
@@ -173,7 +169,7 @@ def test_a_killed_run_ended_at_its_last_status_whatever_became_of_its_launchers_
 
 
 @pytest.mark.parametrize("word", ["retry", "verdict"])
-def test_an_attempt_whose_processes_could_not_be_started_has_said_so(tmp_path: Path, word: str) -> None:
+def test_an_attempt_whose_processes_could_not_be_started_has_said_so(tmp_path, word):
     """It ends without an end of its own: what follows is the launcher's word."""
     run = TextRun(tmp_path / "told")
     why = "a process could not be started: Resource temporarily unavailable"
@@ -183,7 +179,7 @@ def test_an_attempt_whose_processes_could_not_be_started_has_said_so(tmp_path: P
     assert [each.kind for each in read_story(RunView(run.layout)).faults if each.kind == "killed"] == []
 
 
-def test_a_launcher_on_another_machine_is_taken_for_killed_once_it_is_silent(tmp_path: Path) -> None:
+def test_a_launcher_on_another_machine_is_taken_for_killed_once_it_is_silent(tmp_path):
     run = TextRun(tmp_path / "elsewhere")
     begins_here(run, 0)
     launcher_elsewhere(run.layout)
@@ -193,7 +189,7 @@ def test_a_launcher_on_another_machine_is_taken_for_killed_once_it_is_silent(tmp
     assert [each.kind for each in read_story(RunView(run.layout)).faults] == ["killed"]
 
 
-def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown() -> None:
+def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown():
     text = f"trainer-0 ended with signal SIGKILL: Optimizer({'lr=0.0, ' * 500}); another attempt in 2 s"
     brief = Happening(0.0, "run", "retry", text).brief
     assert len(brief) <= 250
@@ -202,7 +198,7 @@ def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown
     assert Happening(0.0, "run", "retry", "short\nlines").brief == "short lines"
 
 
-def test_of_a_preempted_job_the_end_is_a_fault_and_the_way_on_is_told(tmp_path: Path) -> None:
+def test_of_a_preempted_job_the_end_is_a_fault_and_the_way_on_is_told(tmp_path):
     run = ToldRun(tmp_path / "told")
     log = EventLog(run.layout.job_events("4712"), 0)
     log.say("verdict", "signal: Slurm ended this job (scancel, preemption, node failure)")
@@ -214,7 +210,7 @@ def test_of_a_preempted_job_the_end_is_a_fault_and_the_way_on_is_told(tmp_path: 
     assert story.happenings[-1].text == "attempt 1 begins from the checkpoint of step 10"
 
 
-def test_the_timeline_has_a_row_for_each_process_and_none_where_it_was_not_there(told: ToldRun) -> None:
+def test_the_timeline_has_a_row_for_each_process_and_none_where_it_was_not_there(told):
     story = read_story(RunView(told.layout))
     rows = rows_of(story)
     assert list(rows) == ["trainer-0", "generator-0", "generator-1"]
@@ -222,7 +218,7 @@ def test_the_timeline_has_a_row_for_each_process_and_none_where_it_was_not_there
     assert ends == {*range(5, 45, 5), *range(75, 101, 5)}
 
 
-def test_of_many_processes_a_row_shows_the_mean_and_the_unlucky_have_their_own() -> None:
+def test_of_many_processes_a_row_shows_the_mean_and_the_unlucky_have_their_own():
     spells = [
         Spell(f"generator-{i}", 0.0, 5.0, {"works": float(i % 2), "leases": 1.0 - i % 2}, "training")
         for i in range(4096)
@@ -234,7 +230,7 @@ def test_of_many_processes_a_row_shows_the_mean_and_the_unlucky_have_their_own()
     assert len(timeline_chart(story, [])) < 10_000
 
 
-def test_a_process_that_was_there_for_a_part_does_not_end_the_phase() -> None:
+def test_a_process_that_was_there_for_a_part_does_not_end_the_phase():
     always = [Spell("trainer-0", begin_s, begin_s + 100.0, {"works": 1.0}, "training") for begin_s in (0.0, 100.0)]
     page = [
         re.findall(r'<rect x="[\d.]+" y="20" width="[\d.]+"', timeline_chart(Story([], spells, 0.0, 200.0), []))
@@ -243,7 +239,7 @@ def test_a_process_that_was_there_for_a_part_does_not_end_the_phase() -> None:
     assert page[0] == page[1] != []
 
 
-def test_a_long_timeline_is_drawn_by_means_that_keep_every_second() -> None:
+def test_a_long_timeline_is_drawn_by_means_that_keep_every_second():
     spells = [Spell("trainer-0", 5.0 * i, 5.0 * i + 5, {"works": i % 3 / 2}, "training") for i in range(3000)]
     thin = thinned(spells)
     assert len(thin) <= MOST_COLUMNS
@@ -251,7 +247,7 @@ def test_a_long_timeline_is_drawn_by_means_that_keep_every_second() -> None:
     assert worked[0] == pytest.approx(worked[1])
 
 
-def test_a_time_in_which_a_process_was_not_there_stays_empty_however_long_the_timeline() -> None:
+def test_a_time_in_which_a_process_was_not_there_stays_empty_however_long_the_timeline():
     there = [i for i in range(3000) if not 900 <= i < 1400]
     spells = [Spell("generator-0", 5.0 * i, 5.0 * i + 5, {"works": 1.0}, "training") for i in there]
     bars = thinned(spells, 100)
@@ -259,7 +255,7 @@ def test_a_time_in_which_a_process_was_not_there_stays_empty_however_long_the_ti
     assert not [bar for bar in bars if bar.begin_s < 5.0 * 1399 and bar.end_s > 5.0 * 901]
 
 
-def test_hours_by_use_add_up_to_the_time_that_processes_were_there(told: ToldRun) -> None:
+def test_hours_by_use_add_up_to_the_time_that_processes_were_there(told):
     hours = hours_of(RunView(told.layout), read_story(RunView(told.layout)))
     assert hours.unit == "process-hours"
     assert hours.total * 3600 == pytest.approx(100 + 100 + 70)
@@ -268,7 +264,7 @@ def test_hours_by_use_add_up_to_the_time_that_processes_were_there(told: ToldRun
     assert hours.by_use["starting: engines and trainer load"] * 3600 == pytest.approx(30)
 
 
-def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path) -> None:
+def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path):
     run = ToldRun(tmp_path / "told", {"tokens/generated_total": 900.0, "generator/tokens_lost_total": 100.0})
     parts = [
         {"roles": [{"role": "trainer", "num_processes": 1}], "gpus_per_task": 1, "nodes": 1, "tasks_per_node": 1},
@@ -287,7 +283,7 @@ def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path
     assert [*hours.by_job] == ["4711 (hetjob, 9 GPUs)"]
 
 
-def test_the_hours_of_a_large_run_are_numbers_that_people_read(tmp_path: Path) -> None:
+def test_the_hours_of_a_large_run_are_numbers_that_people_read(tmp_path):
     run = ToldRun(tmp_path / "told")
     parts = [{"roles": [{"role": role}], "gpus_per_task": 360_000} for role in ("trainer", "generator")]
     run.layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": parts}]}))
@@ -297,7 +293,7 @@ def test_the_hours_of_a_large_run_are_numbers_that_people_read(tmp_path: Path) -
     assert "<td>4,500</td>" in (tmp_path / "page.html").read_text()
 
 
-def test_gpus_are_those_of_the_plan_by_which_the_run_was_last_started(tmp_path: Path) -> None:
+def test_gpus_are_those_of_the_plan_by_which_the_run_was_last_started(tmp_path):
     """A run begun on a machine without GPUs and then submitted had process-hours for ever."""
     layout = ToldRun(tmp_path / "told", {}).layout
     for when, (plan, gpus) in enumerate(((layout.local_plan, 0), (layout.job_plan, 4), (layout.local_plan, 1))):
@@ -307,9 +303,7 @@ def test_gpus_are_those_of_the_plan_by_which_the_run_was_last_started(tmp_path: 
         assert gpus_of(RunView(layout)) == {"trainer": gpus, "generator": gpus}
 
 
-def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and_those_of_a_living_job_go_on(
-    tmp_path: Path,
-) -> None:
+def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and_those_of_a_living_job_go_on(tmp_path):
     run = ToldRun(tmp_path / "told")
     run.layout.job_plan.write_text(plan_document(plan_of()))
     for job_id in (4712, 4713):
@@ -325,7 +319,7 @@ def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and
     assert of_jobs["4713"][1] * 3600 == pytest.approx(gpus * (100 - 82))
 
 
-def test_a_job_that_was_killed_without_a_word_is_at_work_until_another_does_its_work(tmp_path: Path) -> None:
+def test_a_job_that_was_killed_without_a_word_is_at_work_until_another_does_its_work(tmp_path):
     """As on a node that went down."""
     run = ToldRun(tmp_path / "told")
     run.layout.job_plan.write_text(plan_document(plan_of()))
@@ -363,15 +357,13 @@ def test_a_job_that_was_killed_without_a_word_is_at_work_until_another_does_its_
         ({"policy/ess": 0.1}, "effective sample size is 10%"),
     ],
 )
-def test_recommendations_have_numbers_and_follow_from_the_figures(
-    tmp_path: Path, scalars: dict[str, float], said: str
-) -> None:
+def test_recommendations_have_numbers_and_follow_from_the_figures(tmp_path, scalars, said):
     run = ToldRun(tmp_path / "told", scalars)
     advice = advice_for(RunView(run.layout))
     assert len([each for each in advice if re.search(said, each)]) == 1, advice
 
 
-def test_preemptions_before_a_generator_was_started_again_count(tmp_path: Path) -> None:
+def test_preemptions_before_a_generator_was_started_again_count(tmp_path):
     figures = RunView(ToldRun(tmp_path / "told").layout)
     steps = np.arange(20)
     counted = np.where(steps < 10, 5.0 * steps, 0.0)  # 45, and none since the generator died
@@ -389,9 +381,7 @@ def test_preemptions_before_a_generator_was_started_again_count(tmp_path: Path) 
         (["admission.groups_per_step=3"], 1.0, False),
     ],
 )
-def test_steps_in_parts_are_advised_to_runs_that_can_have_them(
-    tmp_path: Path, overrides: list[str], parts: float, is_advised: bool
-) -> None:
+def test_steps_in_parts_are_advised_to_runs_that_can_have_them(tmp_path, overrides, parts, is_advised):
     scalars = {"trainer/idle_ratio": 0.4, "generator/idle_ratio": 0.4, "generator/live": 2.0, "staleness/bound": 1.0}
     scalars["trainer/step_parts"] = parts
     run = ToldRun(tmp_path / "told", scalars, "admission.groups_per_step=4", *overrides)
@@ -412,9 +402,7 @@ def test_steps_in_parts_are_advised_to_runs_that_can_have_them(
         ({"num_cores": 64, "uses_gpus": False}, "4 generators instead of 2"),
     ],
 )
-def test_generators_are_recommended_where_the_machine_has_room_for_them(
-    tmp_path: Path, machine: dict[str, object], said: str
-) -> None:
+def test_generators_are_recommended_where_the_machine_has_room_for_them(tmp_path, machine, said):
     """On two cores "2 generators instead of 1 would feed it" was slower."""
     run = ToldRun(tmp_path / "told", {"trainer/idle_ratio": 0.5, "generator/live": 2.0})
     run.layout.local_plan.write_text(json.dumps({"machine": machine}))
@@ -422,33 +410,31 @@ def test_generators_are_recommended_where_the_machine_has_room_for_them(
     assert [each for each in advice if said in each], advice
 
 
-def test_a_trainer_that_others_wait_for_is_promised_no_gpus_of_a_machine_without(tmp_path: Path) -> None:
+def test_a_trainer_that_others_wait_for_is_promised_no_gpus_of_a_machine_without(tmp_path):
     run = ToldRun(tmp_path / "told", {"generator/idle_ratio": 0.5, "trainer/idle_ratio": 0.02, "generator/live": 2.0})
     run.layout.local_plan.write_text(json.dumps({"machine": {"num_cores": 2, "uses_gpus": False}}))
     assert [each for each in advice_for(RunView(run.layout)) if each.endswith("Generators: fewer would not do.")]
 
 
-def test_a_chart_of_zeros_has_an_axis_that_a_reader_expects() -> None:
+def test_a_chart_of_zeros_has_an_axis_that_a_reader_expects():
     chart = line_chart("Clipped", np.arange(5), {"policy/clip_low_share": np.zeros(5)})
     labels = [float(label) for label in re.findall(r">([-+.0-9e]+)</text>", chart)]
     assert all(label == 0 or abs(label) >= 0.1 for label in labels), labels
 
 
-def test_more_generators_are_added_to_a_run_that_is_submitted(tmp_path: Path) -> None:
+def test_more_generators_are_added_to_a_run_that_is_submitted(tmp_path):
     run = ToldRun(tmp_path / "told", {"trainer/idle_ratio": 0.5, "generator/live": 2.0})
     run.layout.job_plan.write_text("{}")
     assert [each for each in advice_for(RunView(run.layout)) if "`rlhpc scale RUN_DIR --generators +2`" in each]
 
 
-def test_where_nobody_idles_nothing_is_recommended_and_of_few_steps_nothing_is_said(
-    told: ToldRun, tmp_path: Path
-) -> None:
+def test_where_nobody_idles_nothing_is_recommended_and_of_few_steps_nothing_is_said(told, tmp_path):
     assert advice_for(RunView(told.layout)) == []
     young = TextRun(tmp_path / "young")
     assert "Too early" in advice_for(RunView(young.layout))[0]
 
 
-def test_faults_for_which_there_is_no_room_are_counted_and_not_said_to_go_without_saying(tmp_path: Path) -> None:
+def test_faults_for_which_there_is_no_room_are_counted_and_not_said_to_go_without_saying(tmp_path):
     run = ToldRun(tmp_path / "told")
     run.tell_at(4711, dict.fromkeys(range(1, 100), "restart"))
     report = read_report(RunView(run.layout))
@@ -460,7 +446,7 @@ def test_faults_for_which_there_is_no_room_are_counted_and_not_said_to_go_withou
     assert f"({num_faults - 25} earlier faults" in "\n".join(as_text(report))
 
 
-def test_one_step_without_a_reward_does_not_hide_those_of_all_others(tmp_path: Path) -> None:
+def test_one_step_without_a_reward_does_not_hide_those_of_all_others(tmp_path):
     run = TextRun(tmp_path / "gap")
     recorder = Recorder(run.layout.tensorboard)
     for step in range(30):
@@ -469,7 +455,7 @@ def test_one_step_without_a_reward_does_not_hide_those_of_all_others(tmp_path: P
     assert "reward    0.050 → 1.375" in as_text(read_report(RunView(run.layout)))
 
 
-def test_the_terminal_gets_the_short_form(told: ToldRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_gets_the_short_form(told, capsys):
     assert main(["report", str(told.layout.root)]) == 0
     out = capsys.readouterr().out
     for words in ("run       told", "steps     20 of 120", "SIGKILL", "process-hours", "Recommendations"):
@@ -495,9 +481,7 @@ def test_the_terminal_gets_the_short_form(told: ToldRun, capsys: pytest.CaptureF
         ("jobs/4711.events.jsonl", {"unix_time_s": 1e300}),
     ],
 )
-def test_a_line_of_another_form_costs_that_line_and_not_the_report(
-    file: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_line_of_another_form_costs_that_line_and_not_the_report(file, changes, tmp_path):
     run = ToldRun(tmp_path / "told")
     write_report(tmp_path / "before.html", read_report(RunView(run.layout)))
     path = run.layout.root / file
@@ -507,7 +491,7 @@ def test_a_line_of_another_form_costs_that_line_and_not_the_report(
     assert (tmp_path / "after.html").read_text() == (tmp_path / "before.html").read_text()
 
 
-def test_plans_and_evaluations_of_another_form_count_as_absent(tmp_path: Path) -> None:
+def test_plans_and_evaluations_of_another_form_count_as_absent(tmp_path):
     run = ToldRun(tmp_path / "told")
     run.layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": [{"roles": ["x"]}]}]}))
     assert gpus_of(RunView(run.layout)) == {"trainer": 0, "generator": 0}
@@ -520,14 +504,14 @@ def test_plans_and_evaluations_of_another_form_count_as_absent(tmp_path: Path) -
     assert [*RunView(run.layout).evaluations["held_out"][4]] == ["reward"]
 
 
-def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
+def test_a_run_that_has_just_begun_has_a_report(tmp_path):
     run = TextRun(tmp_path / "new")
     assert write_report(tmp_path / "page.html", read_report(RunView(run.layout))) > 1000
     assert "Nothing is recorded" in (tmp_path / "page.html").read_text()
 
 
 @pytest.fixture(scope="module")
-def page(told: ToldRun) -> Path:
+def page(told) -> Path:
     path = told.layout.root.parent / "report.html"
     place = told.layout.evaluations / "told-step_000010-held_out"
     place.mkdir(parents=True)
@@ -536,7 +520,7 @@ def page(told: ToldRun) -> Path:
     return path
 
 
-def test_the_page_asks_nobody_and_runs_nothing(page: Path) -> None:
+def test_the_page_asks_nobody_and_runs_nothing(page):
     assert asks_the_network(page.read_text()) == []
     assert "<script" not in page.read_text()
     assert page.stat().st_size < 1_000_000
@@ -544,7 +528,7 @@ def test_the_page_asks_nobody_and_runs_nothing(page: Path) -> None:
 
 @pytest.mark.starts
 @needs_browser
-def test_a_browser_shows_every_part_of_the_report(page: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_every_part_of_the_report(page, tmp_path):
     document = dom_of(page, profile=tmp_path / "profile")
     heads = texts_in(document, "h2")
     assert heads[:4] == [
@@ -560,7 +544,7 @@ def test_a_browser_shows_every_part_of_the_report(page: Path, tmp_path: Path) ->
     assert picture_of(page, profile=tmp_path / "picture", size=(1400, 2400)).stat().st_size > 50_000
 
 
-def test_long_curves_are_thinned_and_gaps_stay_gaps() -> None:
+def test_long_curves_are_thinned_and_gaps_stay_gaps():
     steps, values = np.arange(20_000), np.sin(np.arange(20_000) / 500)
     values[5_000:9_000] = np.nan
     chart = line_chart("A curve", steps, {"one": values})
@@ -573,14 +557,14 @@ def test_long_curves_are_thinned_and_gaps_stay_gaps() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 1), (-3, 5), (0.001, 0.0012), (1e6, 3e9), (7, 7)])
-def test_ticks_are_round_enclose_the_values_and_are_few(low: float, high: float) -> None:
+def test_ticks_are_round_enclose_the_values_and_are_few(low, high):
     ticks = nice_ticks(low, high)
     assert ticks[0] <= low + 1e-9
     assert ticks[-1] >= high - 1e-9 * abs(high)
     assert 2 <= len(ticks) <= 8
 
 
-def test_a_long_timeline_is_told_in_stretches_and_its_hours_are_the_same(tmp_path: Path) -> None:
+def test_a_long_timeline_is_told_in_stretches_and_its_hours_are_the_same(tmp_path):
     run = TextRun(tmp_path / "run", "run.name=long", "generation.num_replicas=2")
     number, away = 10 * MOST_STRETCHES, range(4500, 4600)
     ends = [BEGAN_S + 7 * (place + 1) for place in range(number)]
@@ -608,7 +592,7 @@ def test_a_long_timeline_is_told_in_stretches_and_its_hours_are_the_same(tmp_pat
     assert seams == [(ends[4499], ends[4599])]
 
 
-def test_rollouts_in_segments_are_counted_by_what_a_report_shows(tmp_path: Path) -> None:
+def test_rollouts_in_segments_are_counted_by_what_a_report_shows(tmp_path):
     run = TextRun(tmp_path / "run", "run.name=counted", "generation.num_replicas=2")
     trained = [run.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=step) for step in range(4)]
     dropped = [run.group("3 + 4 =", [("7", 1.0), ("7", 1.0)])]
@@ -624,6 +608,6 @@ def test_rollouts_in_segments_are_counted_by_what_a_report_shows(tmp_path: Path)
     assert (sampled.dropped, sampled.num_groups, sampled.num_rollouts) == ({"no_spread": 1}, 5, 10)
 
 
-def test_a_histogram_counts_stretches_of_values() -> None:
+def test_a_histogram_counts_stretches_of_values():
     chart = histogram("Lengths", {0: 3, 1: 4, 79: 5}, x_label="tokens")
     assert re.findall(r"<title>([^<]*)</title>", chart)[::39] == ["0 to 1: 7", "78 to 79: 5"]

@@ -1,14 +1,16 @@
-"""The wrapper around one process of a run: its exit status is that of the role, a signal included."""
+"""The wrapper around one process of a run: its exit status is that of the role, its log has a bound."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,15 @@ from launch.run_files.plan_file import LOCAL, SCHEMA
 from launch.run_files.records import read_exit_records
 from launch.run_files.run_state import append_event
 from launch.supervisor import role_task
+from launch.supervisor.role_task import BoundedLog
 from rlhpc.base.patience import Deadline
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.starts
+
+# ---------------------- The wrapper around one process of a run: its exit status is that of the role, a signal included
 
 
 def plan_with(
@@ -53,6 +60,14 @@ def plan_with(
     return layout.job_plan
 
 
+def a_role(directory: Path, script: str) -> tuple[RunLayout, Path]:
+    """A run, and a program in the place of its role's Python."""
+    role = directory / "role"
+    role.write_text(script)
+    role.chmod(0o700)
+    return RunLayout(directory / "run"), role
+
+
 def task_command(plan: Path, role: str = "trainer") -> list[str]:
     """Of process 0 of this role in the third attempt, in the plan's only part."""
     words = ["--job", "trainer", "--part", "trainer", "--role", role, "--attempt", "3"]
@@ -67,11 +82,10 @@ def in_job(directory: Path) -> dict[str, str]:
 
 def run_task(role: Path, layout: RunLayout, directory: Path, **plan: object) -> subprocess.CompletedProcess[str]:
     """A rank of the trainer's third attempt, with temporary files in `directory`, until it has ended."""
-    command = task_command(plan_with(role, layout, **plan))  # type: ignore[arg-type]
+    command = task_command(plan_with(role, layout, **plan))
     return subprocess.run(command, env=in_job(directory), check=False, capture_output=True, text=True)
 
 
-@pytest.mark.starts
 @pytest.mark.parametrize(
     ("ends_by", "status", "words"),
     [
@@ -81,20 +95,15 @@ def run_task(role: Path, layout: RunLayout, directory: Path, **plan: object) -> 
         ("kill -KILL $$", 137, "signal SIGKILL: all done"),
     ],
 )
-def test_a_task_exits_as_its_role_does_and_writes_down_how(
-    tmp_path: Path, ends_by: str, status: int, words: str
-) -> None:
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    role.write_text(f"#!/bin/sh\necho all done\n{ends_by}\n")
-    role.chmod(0o700)
+def test_a_task_exits_as_its_role_does_and_writes_down_how(tmp_path, ends_by, status, words):
+    layout, role = a_role(tmp_path, f"#!/bin/sh\necho all done\n{ends_by}\n")
     assert run_task(role, layout, tmp_path).returncode == status
     record = read_exit_records(layout, "trainer", 3)[0]
     assert record.status == status
     assert record.cause.endswith(f"ended with {words}")
 
 
-@pytest.mark.starts
-def test_a_role_starts_after_a_cleaner_has_deleted_the_directory_for_temporary_files(tmp_path: Path) -> None:
+def test_a_role_starts_after_a_cleaner_has_deleted_the_directory_for_temporary_files(tmp_path):
     """That of a run on one machine, which the supervisor made at the start."""
     layout, role, gone = RunLayout(tmp_path / "run"), tmp_path / "role", tmp_path / "gone"
     role.write_text('#!/bin/sh\necho "in $TMPDIR" && touch "$TMPDIR/made"\n')
@@ -107,13 +116,10 @@ def test_a_role_starts_after_a_cleaner_has_deleted_the_directory_for_temporary_f
     assert gone.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.starts
-def test_a_role_that_prints_in_a_loop_fills_no_disk_and_its_last_error_is_known(tmp_path: Path) -> None:
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+def test_a_role_that_prints_in_a_loop_fills_no_disk_and_its_last_error_is_known(tmp_path):
     loop = "import sys, time\nfor k in range(300_000):\n    print('reward', k)\n    k % 1000 or time.sleep(0.01)\n"
     last = "x trainer-0 rlhpc.lifecycle ERROR ConfigError: my reward is wrong"
-    role.write_text(f"#!{sys.executable}\n{loop}sys.exit({last!r})\n")
-    role.chmod(0o700)
+    layout, role = a_role(tmp_path, f"#!{sys.executable}\n{loop}sys.exit({last!r})\n")
     assert run_task(role, layout, tmp_path, log_bytes=100_000).returncode == 1
     log = layout.log("trainer", 0, 3).read_text()
     assert len(log) <= 100_000
@@ -122,8 +128,7 @@ def test_a_role_that_prints_in_a_loop_fills_no_disk_and_its_last_error_is_known(
     assert read_exit_records(layout, "trainer", 3)[0].last_words == "ConfigError: my reward is wrong"
 
 
-@pytest.mark.starts
-def test_a_task_without_room_for_temporary_files_writes_down_why_it_ends(tmp_path: Path) -> None:
+def test_a_task_without_room_for_temporary_files_writes_down_why_it_ends(tmp_path):
     layout = RunLayout(tmp_path / "run")
     command = task_command(plan_with(tmp_path / "role", layout))
     job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TMPDIR": ""}
@@ -136,16 +141,11 @@ def test_a_task_without_room_for_temporary_files_writes_down_why_it_ends(tmp_pat
     assert record.last_words.startswith("no temporary directory: [Errno 17]")
 
 
-@pytest.mark.starts
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_role_that_is_asked_to_leave_before_it_listens_leaves_and_has_not_failed(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_role_that_is_asked_to_leave_before_it_listens_leaves_and_has_not_failed(tmp_path, number):
     """The signal comes before the role is started, and the role dies of it: `rlhpc stop` called that a failure."""
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
     unblocks = "import signal, time; signal.pthread_sigmask(signal.SIG_UNBLOCK, [2]); time.sleep(600)"
-    role.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{unblocks}'\n")
-    role.chmod(0o700)
+    layout, role = a_role(tmp_path, f"#!/bin/sh\nexec {sys.executable} -c '{unblocks}'\n")
     plan = plan_with(role, layout)
     content = plan.read_text()
     plan.unlink()
@@ -164,28 +164,19 @@ def test_a_role_that_is_asked_to_leave_before_it_listens_leaves_and_has_not_fail
     assert (record.status, record.last_words) == (0, "asked to leave")
 
 
-@pytest.mark.starts
-def test_how_a_role_ended_is_known_also_where_a_parent_ignores_the_ends_of_children(tmp_path: Path) -> None:
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    role.write_text("#!/bin/sh\nexit 5\n")
-    role.chmod(0o700)
+def test_how_a_role_ended_is_known_also_where_a_parent_ignores_the_ends_of_children(tmp_path):
+    layout, role = a_role(tmp_path, "#!/bin/sh\nexit 5\n")
     command = task_command(plan_with(role, layout))
     done = subprocess.run(
-        command,
-        env=in_job(tmp_path),
-        check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+        command, env=in_job(tmp_path), check=False, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     )
     assert done.returncode == 5
     assert read_exit_records(layout, "trainer", 3)[0].status == 5
 
 
-@pytest.mark.starts
-def test_who_asks_a_generator_to_leave_between_two_starts_is_heard(tmp_path: Path) -> None:
+def test_who_asks_a_generator_to_leave_between_two_starts_is_heard(tmp_path):
     """By SIGUSR2, as srun passes it on; a role ignores that until it listens, so one that starts now would stay."""
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    role.write_text("#!/bin/sh\necho started\nexit 3\n")
-    role.chmod(0o700)
+    layout, role = a_role(tmp_path, "#!/bin/sh\necho started\nexit 3\n")
     plan = plan_with(role, layout)
     plan.write_text(plan.read_text().replace('"role": "trainer"', '"role": "generator"'))
     command = task_command(plan, role="generator")
@@ -201,12 +192,9 @@ def test_who_asks_a_generator_to_leave_between_two_starts_is_heard(tmp_path: Pat
     assert (record.status, record.starts, record.is_final, record.last_words) == (0, 1, True, "asked to leave")
 
 
-@pytest.mark.starts
-def test_a_generator_that_still_loads_leaves_by_sruns_notice_and_has_not_failed(tmp_path: Path) -> None:
+def test_a_generator_that_still_loads_leaves_by_sruns_notice_and_has_not_failed(tmp_path):
     """By SIGUSR2, which it ignores until it listens; it loaded on until it was killed."""
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    role.write_text(f"#!/bin/sh\ntouch {tmp_path}/loads\nexec sleep 600\n")
-    role.chmod(0o700)
+    layout, role = a_role(tmp_path, f"#!/bin/sh\ntouch {tmp_path}/loads\nexec sleep 600\n")
     plan = plan_with(role, layout)
     plan.write_text(plan.read_text().replace('"role": "trainer"', '"role": "generator"'))
     task = subprocess.Popen(task_command(plan, role="generator"), env=in_job(tmp_path))
@@ -221,24 +209,18 @@ def test_a_generator_that_still_loads_leaves_by_sruns_notice_and_has_not_failed(
     assert (record.status, record.starts, record.last_words) == (0, 1, "asked to leave")
 
 
-@pytest.mark.starts
-def test_a_role_that_stands_still_is_killed_also_where_nobody_can_write_that_into_its_log(tmp_path: Path) -> None:
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    log = layout.log("trainer", 0, 3)
-    role.write_text(f"#!/bin/sh\nrm {log}\nmkdir {log}\nkill -STOP $$\n")  # as on a full disk
-    role.chmod(0o700)
+def test_a_role_that_stands_still_is_killed_also_where_nobody_can_write_that_into_its_log(tmp_path):
+    log = RunLayout(tmp_path / "run").log("trainer", 0, 3)
+    layout, role = a_role(tmp_path, f"#!/bin/sh\nrm {log}\nmkdir {log}\nkill -STOP $$\n")  # as on a full disk
     plan = plan_with(role, layout)
     plan.write_text(plan.read_text().replace('"meet_s": 10', '"meet_s": 10, "dead_after_s": 0.5'))
     command = task_command(plan)
     assert subprocess.run(command, env=in_job(tmp_path), check=False).returncode == 128 + signal.SIGKILL
 
 
-@pytest.mark.starts
-def test_a_node_that_cannot_open_a_log_says_nothing_of_the_settings(tmp_path: Path) -> None:
+def test_a_node_that_cannot_open_a_log_says_nothing_of_the_settings(tmp_path):
     """Which would end the run for good."""
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    role.write_text("#!/bin/sh\n")
-    role.chmod(0o700)
+    layout, role = a_role(tmp_path, "#!/bin/sh\n")
     plan, log = plan_with(role, layout), layout.log("trainer", 0, 3)
     log.parent.mkdir(parents=True)
     log.symlink_to(log)  # in its way, as a full disk would be
@@ -264,10 +246,7 @@ def seen_by_role(directory: Path, job: dict[str, str], component: str = "trainer
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-@pytest.mark.starts
-def test_processes_of_a_component_on_a_node_are_one_host_to_nccl_and_all_others_are_other_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_of_a_component_on_a_node_are_one_host_to_nccl_and_all_others_are_other_hosts(tmp_path, monkeypatch):
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
 
     def host(name: str, component: str = "trainer", **job: str) -> str:
@@ -283,24 +262,19 @@ def test_processes_of_a_component_on_a_node_are_one_host_to_nccl_and_all_others_
     assert len(others - {one}) == 3
 
 
-@pytest.mark.starts
-def test_who_names_hosts_to_nccl_is_heeded_and_a_local_run_names_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_names_hosts_to_nccl_is_heeded_and_a_local_run_names_none(tmp_path, monkeypatch):
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     assert seen_by_role(tmp_path / "named", {"NCCL_HOSTID": "mine"})["NCCL_HOSTID"] == "mine"
     assert "NCCL_HOSTID" not in seen_by_role(tmp_path / "left-to-nccl", {"NCCL_HOSTID": ""})
     assert "NCCL_HOSTID" not in seen_by_role(tmp_path / "local", {}, placement=LOCAL)
 
 
-@pytest.mark.starts
-def test_a_task_takes_its_own_gpus_of_all_that_its_component_has_on_the_node(tmp_path: Path) -> None:
+def test_a_task_takes_its_own_gpus_of_all_that_its_component_has_on_the_node(tmp_path):
     job = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert seen_by_role(tmp_path / "task", job, gpus_per_task=2)["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
-@pytest.mark.starts
-def test_a_role_in_an_image_sees_the_directory_of_its_temporary_files_and_caches(tmp_path: Path) -> None:
+def test_a_role_in_an_image_sees_the_directory_of_its_temporary_files_and_caches(tmp_path):
     """Of a site whose TMPDIR is not below /tmp: apptainer shows an image /tmp, and nothing else of a node's disks."""
     scratch = Path(tempfile.mkdtemp(dir="/var/tmp"))
     apptainer = tmp_path / "bin" / "apptainer"
@@ -326,8 +300,7 @@ def test_a_role_in_an_image_sees_the_directory_of_its_temporary_files_and_caches
         shutil.rmtree(below)
 
 
-@pytest.mark.starts
-def test_a_node_need_not_know_its_users_by_name(tmp_path: Path) -> None:
+def test_a_node_need_not_know_its_users_by_name(tmp_path):
     """As where its directory service does not answer."""
     tells, where = "import os, pwd; pwd.getpwuid(os.getuid())", {"TMPDIR": str(tmp_path)}
     looks = f"import launch.supervisor.role_task as t; print(t.own_directory(t.base_directory(7, {where})))"
@@ -340,8 +313,7 @@ def test_a_node_need_not_know_its_users_by_name(tmp_path: Path) -> None:
     Path(base).rmdir()
 
 
-@pytest.mark.starts
-def test_a_role_imports_nothing_that_lies_where_the_user_has_submitted(tmp_path: Path) -> None:
+def test_a_role_imports_nothing_that_lies_where_the_user_has_submitted(tmp_path):
     """Such as a profile.py, which torch would import."""
     layout, seen = RunLayout(tmp_path / "run"), tmp_path / "seen"
     (tmp_path / "pydantic.py").write_text(f"open({str(seen)!r}, 'w').close(); raise SystemExit(9)\n")
@@ -353,26 +325,22 @@ def test_a_role_imports_nothing_that_lies_where_the_user_has_submitted(tmp_path:
     assert not seen.exists()
 
 
-@pytest.mark.starts
-def test_of_a_run_that_is_moved_away_a_task_ends_quietly_and_makes_nothing_anew(tmp_path: Path) -> None:
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    role.write_text(f"#!/bin/sh\nmv {layout.root} {tmp_path / 'elsewhere'}\nexit 4\n")
-    role.chmod(0o700)
+def test_of_a_run_that_is_moved_away_a_task_ends_quietly_and_makes_nothing_anew(tmp_path):
+    layout, role = a_role(tmp_path, f"#!/bin/sh\nmv {tmp_path / 'run'} {tmp_path / 'elsewhere'}\nexit 4\n")
     done = run_task(role, layout, tmp_path)
     assert done.returncode == 4
     assert done.stderr == ""
     assert not layout.root.exists()
 
 
-def test_events_of_a_run_that_is_gone_make_no_directory_for_it(tmp_path: Path) -> None:
+def test_events_of_a_run_that_is_gone_make_no_directory_for_it(tmp_path):
     layout = RunLayout(tmp_path / "run")
     with pytest.raises(FileNotFoundError):
         append_event(layout.job_events("local"), "end", "", attempt=0)
     assert not layout.root.exists()
 
 
-@pytest.mark.starts
-def test_what_a_killed_task_has_left_goes_with_others_of_its_job_and_what_living_ones_have_stays() -> None:
+def test_what_a_killed_task_has_left_goes_with_others_of_its_job_and_what_living_ones_have_stays():
     """As after a requeue: the job, and so the directory, have the name that they had."""
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:
         layout, role = RunLayout(Path(parent, "run")), Path(parent, "role")
@@ -407,7 +375,7 @@ def test_what_a_killed_task_has_left_goes_with_others_of_its_job_and_what_living
 
 
 @pytest.mark.parametrize("is_link", [True, False])
-def test_a_temporary_directory_that_somebody_else_may_have_put_there_is_refused(is_link: bool) -> None:
+def test_a_temporary_directory_that_somebody_else_may_have_put_there_is_refused(is_link):
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:  # of a short name, which unix sockets need
         base = role_task.base_directory(7, {"TMPDIR": parent})
         assert base == Path(parent, f"rlhpc-{os.getuid()}-7")
@@ -420,3 +388,94 @@ def test_a_temporary_directory_that_somebody_else_may_have_put_there_is_refused(
             base.chmod(0o770)
         with pytest.raises(role_task.TaskError, match="is a link, belongs to another user or is accessible to others"):
             role_task.own_directory(base)
+
+
+# -------------------- A role's log has a bound: of a longer one the beginning and the end stay, and what is left out is
+
+MOST = 4000
+LINE = "a line of forty bytes, with its number "
+
+
+def lines(first: int, end: int) -> str:
+    return "".join(f"{LINE}{number:06}\n" for number in range(first, end))
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def look(path: Path, name: str = "reward-0") -> None:
+    with path.open("a+b") as file:
+        BoundedLog(name, MOST).look(file.fileno())
+
+
+def test_a_log_below_its_bound_is_left_as_it_is(tmp_path):
+    path = tmp_path / "log"
+    append(path, lines(0, 50))
+    look(path)
+    assert path.read_text() == lines(0, 50)
+
+
+def test_of_a_longer_log_the_first_and_last_lines_stay_whole_and_the_rest_is_counted(tmp_path):
+    path = tmp_path / "log"
+    for first in range(0, 900, 100):
+        append(path, lines(first, first + 100))
+        look(path)  # each time as the next start of a task would
+    content = path.read_text()
+    assert len(content) < MOST
+    head, remark, tail = re.fullmatch(r"((?:a line.*\n)*)(.*left out.*\n)((?:a line.*\n)*)", content).groups()
+    assert lines(0, 900).startswith(head)
+    assert lines(0, 900).endswith(tail)
+    num_bytes = len(lines(0, 900)) - len(head) - len(tail)
+    said = f"{num_bytes:,} bytes are left out here: run.log_bytes=4,000 is the most of one log"
+    assert remark.endswith(f" reward-0 rlhpc.task WARNING {said}\n")
+
+
+def test_a_log_of_one_endless_line_is_shortened_too(tmp_path):
+    path = tmp_path / "log"
+    append(path, "." * 10 * MOST)
+    look(path)
+    assert len(path.read_text()) < MOST
+    append(path, "." * 10 * MOST)
+    look(path)
+    assert len(path.read_text()) < MOST
+    assert path.read_text().count("left out") == 1
+
+
+def test_however_often_a_log_of_long_lines_is_shortened_one_line_says_so(tmp_path):
+    path, num_bytes = tmp_path / "log", 0
+    for number in range(40):
+        line = f"{number:03}{'.' * 396}\n"
+        append(path, line)
+        num_bytes += len(line)
+        look(path)
+    assert path.read_text().count("bytes are left out here") == 1
+    said = int(re.search(r"([\d,]+) bytes are left out", path.read_text())[1].replace(",", ""))
+    own = next(line for line in path.read_text().splitlines(keepends=True) if "left out" in line)
+    assert said == num_bytes - (path.stat().st_size - len(own))
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_log_that_its_user_deletes_or_renames_has_its_bound_all_the_same(tmp_path, monkeypatch, is_deleted):
+    """Its role goes on writing into it, and a deleted one would fill the disk unseen."""
+    monkeypatch.setattr(role_task, "LOOK_S", 0.05)
+    path = tmp_path / "log"
+    with path.open("a+b") as file, BoundedLog("reward-0", MOST).over(file.fileno()):
+        path.unlink() if is_deleted else path.rename(tmp_path / "old")
+        file.write(b"." * 10 * MOST)
+        file.flush()
+        assert Deadline(PATIENCE_S).wait_for(lambda: os.fstat(file.fileno()).st_size < MOST, 0.05)
+    assert not path.exists()
+
+
+def test_where_no_thread_can_be_started_a_log_is_shortened_at_the_end(tmp_path, monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with (tmp_path / "log").open("a+b") as file, BoundedLog("reward-0", MOST).over(file.fileno()):
+        file.write(b"." * 10 * MOST)
+        file.flush()
+    assert (tmp_path / "log").stat().st_size < MOST

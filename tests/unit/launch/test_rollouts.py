@@ -1,4 +1,4 @@
-"""`rlhpc rollouts`: every rollout that is on disk, with what people ask about it."""
+"""`rlhpc rollouts`: every rollout that is on disk, with what people ask about it, and a page of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pty
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from launch.cli import main
 from launch.common.text import print_paged
 from launch.view.rollouts import EVERYTHING, RunRollouts, SeenRollout, Selection, as_document, sample_of, transcripts
+from launch.view.rollouts_page import write_page
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.history import START, read_history
@@ -27,8 +29,11 @@ from rlhpc.config.file import write_resolved
 from rlhpc.config.rules import with_values
 from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
 from tests.unit.doc_pages import ROOT
-from tests.unit.launch.audit_runs import AuditedRun, Killed
-from tests.unit.launch.seen_runs import TextRun
+from tests.unit.launch.audit_kit import AuditedRun, Killed
+from tests.unit.launch.runs_kit import TextRun
+from tests.unit.launch.web_kit import asks_the_network, dom_of, needs_browser, picture_of, texts_in
+
+# --------------------------------------- `rlhpc rollouts`: every rollout that is on disk, with what people ask about it
 
 
 def _seen(run: TextRun | AuditedRun, selection: Selection = EVERYTHING) -> list[SeenRollout]:
@@ -40,7 +45,7 @@ def _pass_over(line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def text_run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
+def text_run(tmp_path_factory) -> TextRun:
     run = TextRun(tmp_path_factory.mktemp("text") / "text")
     run.seal(
         [
@@ -56,7 +61,7 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_of_a_run_killed_at_any_moment_every_rollout_on_disk_is_shown_once(tmp_path: Path, seed: int) -> None:
+def test_of_a_run_killed_at_any_moment_every_rollout_on_disk_is_shown_once(tmp_path, seed):
     run = AuditedRun(tmp_path / "run", seed)
     run.start()
     with pytest.raises(Killed):
@@ -74,7 +79,7 @@ def test_of_a_run_killed_at_any_moment_every_rollout_on_disk_is_shown_once(tmp_p
     assert set(shown.values()) == {1}
 
 
-def test_what_became_of_a_group_is_said_before_its_segment_is_sealed(tmp_path: Path) -> None:
+def test_what_became_of_a_group_is_said_before_its_segment_is_sealed(tmp_path):
     run = AuditedRun(tmp_path / "run", 1, segment_groups=1000, every_steps=1000)
     run.start()
     with pytest.raises(Killed):
@@ -94,7 +99,7 @@ def test_what_became_of_a_group_is_said_before_its_segment_is_sealed(tmp_path: P
 
 
 @pytest.mark.parametrize("normalization", ["off", "batch"])
-def test_advantages_are_those_of_the_batch_that_was_trained(tmp_path: Path, normalization: str) -> None:
+def test_advantages_are_those_of_the_batch_that_was_trained(tmp_path, normalization):
     run = TextRun(tmp_path / "text", f"algorithm.advantage_normalization={normalization}")
     groups = [
         run.group("3 + 4 =", [("7", 1.0), ("eight", 0.25)], step=0),
@@ -111,9 +116,7 @@ def test_advantages_are_those_of_the_batch_that_was_trained(tmp_path: Path, norm
     assert all(each.advantages is None for each in _seen(run) if each.standing == "dropped")
 
 
-def test_normalised_advantages_are_shown_before_a_segment_is_sealed_though_groups_of_steps_are_mixed(
-    tmp_path: Path,
-) -> None:
+def test_normalised_advantages_are_shown_before_a_segment_is_sealed_though_groups_of_steps_are_mixed(tmp_path):
     run = AuditedRun(tmp_path / "run", 1, segment_groups=1000, every_steps=1000)
     run.start()
     with pytest.raises(Killed):
@@ -133,7 +136,7 @@ def test_normalised_advantages_are_shown_before_a_segment_is_sealed_though_group
         assert abs(values.sum()) < 1e-3  # over the tokens of the batch
 
 
-def test_of_a_batch_that_is_not_whole_no_normalised_advantage_is_made_up(tmp_path: Path) -> None:
+def test_of_a_batch_that_is_not_whole_no_normalised_advantage_is_made_up(tmp_path):
     run = TextRun(tmp_path / "text", "algorithm.advantage_normalization=batch")
     run.seal([run.group("3 + 4 =", [("7", 1.0), ("eight", 0.25)], step=0)])
     assert [each.advantages for each in _seen(run)] == [None, None]
@@ -151,11 +154,11 @@ def test_of_a_batch_that_is_not_whole_no_normalised_advantage_is_made_up(tmp_pat
         (Selection(pattern=re.compile(r"^9 - 2")), [(3, 0), (3, 1)]),
     ],
 )
-def test_what_is_asked_for_is_shown(text_run: TextRun, selection: Selection, expected: list[tuple[int, int]]) -> None:
+def test_what_is_asked_for_is_shown(text_run, selection, expected):
     assert [(seen.group_id, seen.sample_index) for seen in _seen(text_run, selection)] == expected
 
 
-def test_a_sample_is_the_same_each_time_and_any_rollout_may_be_in_it(text_run: TextRun) -> None:
+def test_a_sample_is_the_same_each_time_and_any_rollout_may_be_in_it(text_run):
     every = _seen(text_run)
     found = Counter[int]()
     for seed in range(600):
@@ -167,7 +170,7 @@ def test_a_sample_is_the_same_each_time_and_any_rollout_may_be_in_it(text_run: T
     assert max(found.values()) < 1.6 * min(found.values())  # 150 of each are expected
 
 
-def test_a_transcript_has_prompt_reward_parts_advantage_versions_staleness_and_the_end(text_run: TextRun) -> None:
+def test_a_transcript_has_prompt_reward_parts_advantage_versions_staleness_and_the_end(text_run):
     text = "\n".join(transcripts(_seen(text_run, Selection(steps=(1, 1)))))
     for words in (
         "group 3: subtracting, trained in step 1",
@@ -182,13 +185,13 @@ def test_a_transcript_has_prompt_reward_parts_advantage_versions_staleness_and_t
     assert text.count("9 - 2 =") == 1  # of a group's members once
 
 
-def test_a_terminal_obeys_nothing_that_a_model_has_sampled(text_run: TextRun) -> None:
+def test_a_terminal_obeys_nothing_that_a_model_has_sampled(text_run):
     text = "\n".join(transcripts(_seen(text_run, Selection(steps=(1, 1)))))
     assert "\x1b" not in text
     assert r"\x1b[2J</script>" in text
 
 
-def test_json_lines_are_json_and_hold_every_array(text_run: TextRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_are_json_and_hold_every_array(text_run, capsys):
     assert main(["rollouts", str(text_run.layout.root), "--json", "--verdict", "verifier_error"]) == 0
     printed = capsys.readouterr()
     assert printed.err.endswith("rlhpc: 1 rollout\n")
@@ -199,7 +202,7 @@ def test_json_lines_are_json_and_hold_every_array(text_run: TextRun, capsys: pyt
     assert as_document(_seen(text_run)[0])["staleness"] == 0
 
 
-def test_a_run_is_read_on_a_machine_without_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_read_on_a_machine_without_its_model(tmp_path, capsys):
     run = TextRun(tmp_path / "there")
     run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0)])
     here = tmp_path / "here"
@@ -227,19 +230,17 @@ def test_a_run_is_read_on_a_machine_without_its_model(tmp_path: Path, capsys: py
         (["--tokenizer", "/nowhere"], "/nowhere"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    text_run: TextRun, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_makes_no_sense_is_refused(text_run, words, said, capsys):
     assert main(["rollouts", str(text_run.layout.root), *words]) == EXIT_CONFIG
     assert said in capsys.readouterr().err
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunRollouts(RunLayout(tmp_path), tell=_pass_over)
 
 
-def test_segments_of_other_steps_are_not_read_and_their_groups_not_shown_from_the_journal(tmp_path: Path) -> None:
+def test_segments_of_other_steps_are_not_read_and_their_groups_not_shown_from_the_journal(tmp_path):
     run = AuditedRun(tmp_path / "run", 1)
     run.start()
     run.run()
@@ -252,7 +253,7 @@ def test_segments_of_other_steps_are_not_read_and_their_groups_not_shown_from_th
 
 
 @pytest.mark.starts
-def test_a_terminal_gets_the_users_pager_and_a_pipe_plain_lines(text_run: TextRun, tmp_path: Path) -> None:
+def test_a_terminal_gets_the_users_pager_and_a_pipe_plain_lines(text_run, tmp_path):
     pager = tmp_path / "pager"
     pager.write_text(f"#!/bin/sh\ncat > {tmp_path}/paged\n")
     pager.chmod(0o700)
@@ -271,16 +272,14 @@ def test_a_terminal_gets_the_users_pager_and_a_pipe_plain_lines(text_run: TextRu
 
 
 @pytest.mark.starts
-def test_a_pager_that_is_left_early_or_is_not_there_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pager_that_is_left_early_or_is_not_there_ends_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     print_paged((str(number) for number in range(100_000)), {"PAGER": "true", "PATH": os.environ["PATH"]})
     print_paged(iter(["a line"]), {"PAGER": str(tmp_path / "no-such-pager")})
     assert capsys.readouterr().out == "a line\n"
 
 
-def test_a_damaged_segment_costs_its_groups_and_is_named(tmp_path: Path) -> None:
+def test_a_damaged_segment_costs_its_groups_and_is_named(tmp_path):
     run = TextRun(tmp_path / "text")
     run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0)])
     run.seal([run.group("2 + 5 =", [("7", 1.0), ("8", 0.0)], step=1)])
@@ -294,9 +293,7 @@ def test_a_damaged_segment_costs_its_groups_and_is_named(tmp_path: Path) -> None
     assert path.name in " ".join(said)
 
 
-def test_rollouts_of_a_run_whose_own_estimator_raises_are_shown_without_advantages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollouts_of_a_run_whose_own_estimator_raises_are_shown_without_advantages(tmp_path, monkeypatch):
     source = "def mine(rewards, lengths):\n    return rewards if len(rewards) == 3 else {}[0]\n"
     (tmp_path / "estimator_that_raises.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -306,3 +303,104 @@ def test_rollouts_of_a_run_whose_own_estimator_raises_are_shown_without_advantag
     seen = list(RunRollouts(run.layout, tell=said.append).each())
     assert [each.advantages for each in seen] == [None, None]
     assert "estimator_that_raises:mine" in " ".join(said)
+
+
+# ----------------------- Pages for a browser: small, alone, made quickly, and shown by a real browser as they are meant
+
+NUM_ROLLOUTS = 20_000
+MOST_BYTES = 5_000_000
+MOST_S = 20.0  # of CPU: the clock of a machine that others use says nothing
+
+
+@pytest.fixture(scope="module")
+def text_run_pages(tmp_path_factory) -> TextRun:
+    run = TextRun(tmp_path_factory.mktemp("pages") / "text")
+    run.seal(
+        [
+            run.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=0),
+            run.group("1 + 1 =", [("2", 1.0), ("2", 1.0)]),
+            run.group("9 - 2 =", [("7", 1.0), ("</script><b>bold</b> é\x00\x1b &amp;", 0.0)], step=1),
+        ]
+    )
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(text_run_pages) -> Path:
+    path = text_run_pages.layout.root.parent / "rollouts.html"
+    assert main(["rollouts", str(text_run_pages.layout.root), "--html", str(path)]) == 0
+    return path
+
+
+def data_of(page: Path) -> dict[str, object]:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert match is not None
+    document: dict[str, object] = json.loads(match[1])
+    return document
+
+
+def test_a_page_loads_nothing_and_holds_what_was_sampled_as_data(page):
+    assert asks_the_network(page.read_text()) == []
+    assert "default-src 'none'" in page.read_text()
+    assert "<b>bold" not in page.read_text()
+    full = data_of(page)
+    pieces = full["pieces"]
+    texts = ["".join(pieces[place] for place in each["t"]) for each in full["full"].values()]  # type: ignore[index, attr-defined]
+    assert "</script><b>bold</b> é\x00\x1b &amp;<eos>" in texts
+
+
+@pytest.mark.starts
+@needs_browser
+def test_a_browser_shows_every_rollout_and_the_tokens_of_one(page, tmp_path):
+    document = dom_of(page, profile=tmp_path / "profile")
+    rows = texts_in(document, "tr")
+    assert len(rows) == 1 + 6
+    assert texts_in(document, "said")[0].startswith("6 rollouts. Selected: 6, 6 of them with text.")
+    assert texts_in(document, "completion") == ["7<eos>"]  # of the first that has an advantage
+
+
+@pytest.mark.starts
+@needs_browser
+def test_filters_of_a_link_select_and_what_was_sampled_is_shown_as_text(page, tmp_path):
+    document = dom_of(page, "#words=bold&colour=logprob", profile=tmp_path / "profile")
+    assert texts_in(document, "said")[0].endswith("Selected: 1, 1 of them with text.")
+    assert "</script><b>bold</b> é" in texts_in(document, "completion")[0]
+    assert "background: rgba(190, 30, 90" in document  # the less likely, the redder
+
+
+@pytest.mark.starts
+@needs_browser
+def test_tokens_are_coloured_by_what_is_asked_for(page, tmp_path):
+    for colour, css in (("advantage", "rgba(31, 119, 180"), ("version", "rgba(120, 90, 180")):
+        assert css in dom_of(page, f"#first=1&colour={colour}", profile=tmp_path / colour)
+    assert picture_of(page, profile=tmp_path / "picture").stat().st_size > 20_000
+
+
+@pytest.mark.long
+def test_of_20_000_rollouts_a_page_has_an_index_of_all_and_as_many_texts_as_fit(tmp_path):
+    run = TextRun(tmp_path / "large")
+    words = np.random.default_rng(0)
+    for segment in range(5):
+        run.seal(
+            run.group(
+                f"{words.integers(1e6)} + {words.integers(1e6)} =",
+                [(text(words), 1.0), (text(words), 0.0)],
+                step=segment,
+            )
+            for _ in range(NUM_ROLLOUTS // 10)
+        )
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    rollouts = RunRollouts(run.layout, tell=lambda line: None)
+    written = write_page(tmp_path / "page.html", rollouts, rollouts.each())
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert written.num_rollouts == NUM_ROLLOUTS
+    assert 1000 < written.num_with_text < NUM_ROLLOUTS
+    assert (tmp_path / "page.html").stat().st_size == written.num_bytes <= MOST_BYTES
+    assert f"{written.num_with_text:,} are shown with their text" in (tmp_path / "page.html").read_text()
+    steps = {int(row) * 5 // NUM_ROLLOUTS for row in data_of(tmp_path / "page.html")["full"]}  # type: ignore[attr-defined]
+    assert steps == {0, 1, 2, 3, 4}  # drawn from the whole run
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_S
+
+
+def text(words: np.random.Generator) -> str:
+    return " ".join(str(number) for number in words.integers(0, 1000, 25))

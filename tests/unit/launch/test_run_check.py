@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.starts
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
+def layout(tmp_path) -> RunLayout:
     """Two checkpoints, three segments of two groups, three journal files of twelve rollouts, events of an attempt."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
@@ -133,13 +133,7 @@ def write_line(path: Path, line: bytes) -> None:
 
 def write_segments(layout: RunLayout, group_ids: range, first_index: int = 0) -> None:
     writer = SegmentWriter(
-        layout.rollouts,
-        first_index,
-        run_name="run",
-        run_attempt=0,
-        max_groups=2,
-        max_s=60.0,
-        clock=ManualClock(),
+        layout.rollouts, first_index, run_name="run", run_attempt=0, max_groups=2, max_s=60.0, clock=ManualClock()
     )
     for group_id in group_ids:
         writer.add(ResolvedGroup(make_group(group_id), consumed_step=group_id // 2))
@@ -154,7 +148,7 @@ def state_of(layout: RunLayout) -> dict[Path, tuple[bytes, int]]:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in layout.root.rglob("*") if path.is_file()}
 
 
-def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_run_is_sound_and_untouched(layout, capsys):
     before = state_of(layout)
     assert main(["check", str(layout.root)]) == 0
     out = capsys.readouterr().out
@@ -211,13 +205,7 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: run.attempts.unlink(), "attempts", "attempts.jsonl is missing, though there are events"),
     ],
 )
-def test_whatever_is_damaged_is_named_and_the_status_is_1(
-    layout: RunLayout,
-    damage: Callable[[RunLayout], None],
-    part: str,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_whatever_is_damaged_is_named_and_the_status_is_1(layout, damage, part, said, capsys):
     damage(layout)
     before = state_of(layout)
     assert main(["check", str(layout.root), "--json"]) == 1
@@ -230,7 +218,7 @@ def test_whatever_is_damaged_is_named_and_the_status_is_1(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_a_sound_run_of_another_user_is_sound(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_run_of_another_user_is_sound(layout, capsys):
     (layout.secrets / "public").mkdir(parents=True, mode=0o700)
     for path in (layout.root, *layout.root.rglob("*")):
         os.chown(path, 12345, -1)
@@ -238,13 +226,13 @@ def test_a_sound_run_of_another_user_is_sound(layout: RunLayout, capsys: pytest.
     assert "belongs to user 12345" in capsys.readouterr().out
 
 
-def test_what_somebody_has_named_like_a_checkpoint_is_none(layout: RunLayout) -> None:
+def test_what_somebody_has_named_like_a_checkpoint_is_none(layout):
     (layout.checkpoints / "step_10").mkdir()
     names = [row.name for row in check_run(layout, lambda text: None) if row.part == "checkpoints"]
     assert names == ["step_000010", "step_000008"]
 
 
-def test_it_says_which_checkpoint_is_taken_and_why_others_are_not(layout: RunLayout) -> None:
+def test_it_says_which_checkpoint_is_taken_and_why_others_are_not(layout):
     save(layout, 12)
     flip_one_bit(layout.checkpoint(12) / "controller.json")
     rows = {row.name: row.text for row in check_run(layout, lambda text: None) if row.part == "checkpoints"}
@@ -254,14 +242,14 @@ def test_it_says_which_checkpoint_is_taken_and_why_others_are_not(layout: RunLay
     assert chosen_step(check_run(layout, lambda text: None)) == 10
 
 
-def test_segments_that_the_checkpoint_counts_on_are_missed_at_their_end_too(layout: RunLayout) -> None:
+def test_segments_that_the_checkpoint_counts_on_are_missed_at_their_end_too(layout):
     save(layout, 12, controller=json.dumps(STATE | {"buffer": {"next_segment_index": 4} | JOURNAL_FROM_4}))
     assert [row.text for row in damaged(layout)] == [
         f"{layout.segment(3)} is missing: the checkpoint of step 12 was taken after 4"
     ]
 
 
-def test_what_is_being_written_or_was_set_aside_is_no_damage(layout: RunLayout) -> None:
+def test_what_is_being_written_or_was_set_aside_is_no_damage(layout):
     layout.segment(3).with_name("segment_000003.h5.partial").write_bytes(b"half")
     (layout.checkpoints / ".step_000012.tmp").mkdir()
     (layout.checkpoints / "step_000006.damaged-2").mkdir()
@@ -272,7 +260,7 @@ def test_what_is_being_written_or_was_set_aside_is_no_damage(layout: RunLayout) 
     assert sum(row.part == "leftovers" for row in rows) == 5
 
 
-def test_a_segment_that_goes_while_it_is_read_is_no_damage(layout: RunLayout) -> None:
+def test_a_segment_that_goes_while_it_is_read_is_no_damage(layout):
     """A resume sets it aside."""
 
     def go(text: str) -> None:
@@ -290,7 +278,7 @@ def notes(layout: RunLayout) -> list[tuple[str, str]]:
     return [(row.name, row.text) for row in rows]
 
 
-def test_what_a_killed_process_left_half_written_is_a_remark(layout: RunLayout) -> None:
+def test_what_a_killed_process_left_half_written_is_a_remark(layout):
     flip_in_journal(journal(layout, 2), "loss_mask", 0)  # of the first of its two rollouts
     flip_in_journal(journal(layout, 2), "rollouts", 1)
     with events(layout, 0).open("ab") as file:
@@ -306,12 +294,12 @@ def test_what_a_killed_process_left_half_written_is_a_remark(layout: RunLayout) 
     assert not damaged(layout)
 
 
-def test_rollouts_of_an_attempt_that_was_overtaken_do_not_count(layout: RunLayout) -> None:
+def test_rollouts_of_an_attempt_that_was_overtaken_do_not_count(layout):
     write_journal(layout, range(8, 14), attempt=1)
     assert not damaged(layout)
 
 
-def test_files_that_checkpoints_have_made_superfluous_may_be_gone(layout: RunLayout) -> None:
+def test_files_that_checkpoints_have_made_superfluous_may_be_gone(layout):
     shutil.rmtree(layout.rollouts)
     layout.rollouts.mkdir()
     write_segments(layout, range(6))
@@ -320,7 +308,7 @@ def test_files_that_checkpoints_have_made_superfluous_may_be_gone(layout: RunLay
     assert not damaged(layout)
 
 
-def test_without_a_checkpoint_the_beginning_is_needed_unless_the_run_began_over(layout: RunLayout) -> None:
+def test_without_a_checkpoint_the_beginning_is_needed_unless_the_run_began_over(layout):
     shutil.rmtree(layout.checkpoints)
     layout.checkpoints.mkdir()
     assert not damaged(layout)
@@ -332,20 +320,20 @@ def test_without_a_checkpoint_the_beginning_is_needed_unless_the_run_began_over(
     assert not damaged(layout)
 
 
-def test_a_run_that_begins_over_admits_its_groups_anew(layout: RunLayout) -> None:
+def test_a_run_that_begins_over_admits_its_groups_anew(layout):
     write_events(layout, 1, [Began(0, 12, goes_on=False), Admitted(0, 0, 0), Taken(0, [0, 1])])
     (row,) = damaged(layout)
     assert row.text.endswith("group 1 of step 0 was never admitted")
 
 
-def test_the_half_written_end_of_partial_rollouts_is_no_damage(layout: RunLayout) -> None:
+def test_the_half_written_end_of_partial_rollouts_is_no_damage(layout):
     os.truncate(partials(layout), partials(layout).stat().st_size - 5)
     rows = [row for row in check_run(layout, lambda text: None) if row.part == "partials"]
     assert [row.verdict for row in rows] == [FileVerdict.NOTE, FileVerdict.SOUND]
     assert "2 rollouts of 40 tokens" in rows[1].text
 
 
-def test_a_journal_that_is_deleted_while_it_is_read_is_no_damage(layout: RunLayout) -> None:
+def test_a_journal_that_is_deleted_while_it_is_read_is_no_damage(layout):
     def go(text: str) -> None:
         if text.startswith("journal_000001"):
             journal(layout, 0).unlink()
@@ -354,7 +342,7 @@ def test_a_journal_that_is_deleted_while_it_is_read_is_no_damage(layout: RunLayo
     assert all(row.verdict is not FileVerdict.DAMAGED for row in check_run(layout, go))
 
 
-def test_a_run_that_goes_on_is_sound_at_every_moment(layout: RunLayout) -> None:
+def test_a_run_that_goes_on_is_sound_at_every_moment(layout):
     """A process appends all the time; the check reads what it has just begun to write."""
     code = "from tests.unit.launch.test_run_check import append_for_ever; append_for_ever()"
     with subprocess.Popen([sys.executable, "-c", code, str(layout.rollouts)], stdout=subprocess.PIPE) as writer:
@@ -382,15 +370,13 @@ def append_for_ever() -> None:
         time.sleep(0.005)  # some MB a second
 
 
-def test_what_is_no_run_directory_is_refused_with_status_2(
-    layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_run_directory_is_refused_with_status_2(layout, tmp_path, capsys):
     for words in ([str(tmp_path)], [str(layout.root), "run.seed=1"], [str(tmp_path / "train.jsonl"), "--json"]):
         assert main(["check", *words]) == EXIT_CONFIG
         assert capsys.readouterr().err.startswith("rlhpc: ")
 
 
-def test_it_says_what_a_crash_would_cost(layout: RunLayout) -> None:
+def test_it_says_what_a_crash_would_cost(layout):
     """Steps after the chosen checkpoint that have been recorded, by their own times."""
     assert not [row for row in check_run(layout, lambda text: None) if row.part == "replay"]  # recorded: 0 and 1
     trained = [Trained(step, step, applied=True, metrics={"step_s": 2.5}) for step in range(9, 14)]
@@ -404,9 +390,7 @@ def test_it_says_what_a_crash_would_cost(layout: RunLayout) -> None:
     assert not [row for row in check_run(layout, lambda text: None) if row.part == "replay"]
 
 
-def test_a_file_that_stands_alone_is_not_from_itself_to_itself(
-    layout: RunLayout, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_stands_alone_is_not_from_itself_to_itself(layout, capsys):
     assert main(["check", str(layout.root)]) == 0
     out = capsys.readouterr().out
     assert "events_000000  " in out
@@ -420,7 +404,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_is_being_read_stays_on_its_line_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_being_read_stays_on_its_line_of_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     terminal = Terminal()
     note = ProgressNote(terminal)

@@ -1,4 +1,4 @@
-"""What sbatch does not say of a plan that would wait for ever is found: key, value, what is legal."""
+"""What keeps a plan from running on this cluster or node is found: limits, drivers, architectures, broadcasts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def with_config(**values: str) -> ClusterFacts:
     return replace(FACTS, config={**FACTS.config, **values})
 
 
-def test_a_time_above_the_partitions_limit_is_told_with_the_limit() -> None:
+def test_a_time_above_the_partitions_limit_is_told_with_the_limit():
     lines = said(common={"time": "3-00:00:00"})
     assert lines == [
         f"fail {name}.time='3-00:00:00': partition 'gpu' allows 2-00:00:00; legal: at most '2-00:00:00'"
@@ -82,7 +82,7 @@ def test_a_time_above_the_partitions_limit_is_told_with_the_limit() -> None:
     ]
 
 
-def test_a_qos_may_go_beyond_the_partitions_time_and_may_give_less() -> None:
+def test_a_qos_may_go_beyond_the_partitions_time_and_may_give_less():
     beyond = {"time": "3-00:00:00", "qos": "unlimited", "partition": "lab"}
     limited = tuple(replace(each, max_time_s=3600) for each in FACTS.partitions)
     facts = replace(with_config(AccountingStorageEnforce="associations"), partitions=limited)
@@ -114,7 +114,7 @@ def with_limits(
     return replace(FACTS, qos=found[0], associations=found[1], accounts=found[2], partitions=held)
 
 
-def test_limits_hold_without_a_qos_in_the_site_file() -> None:
+def test_limits_hold_without_a_qos_in_the_site_file():
     """Slurm takes each of these jobs, and keeps it pending for ever."""
     of_user = with_limits(qos=qos_row("normal", maxtresperuser="gres/gpu=1"))
     assert only(said(of_user, "generation.num_replicas=1")) == (
@@ -137,7 +137,7 @@ def test_limits_hold_without_a_qos_in_the_site_file() -> None:
     assert "account 'uni' allows 1 GPU in all" in only(said(above, "generation.num_replicas=1"))
 
 
-def test_the_first_that_sets_a_limit_decides() -> None:
+def test_the_first_that_sets_a_limit_decides():
     mine = "lab||normal|||00:30:00"
     assert not said(with_limits(qos="normal||02:00:00\n", mine=mine))
     beyond = with_limits(qos="normal||00:30:00\npart||02:00:00\n", partition="part")
@@ -165,12 +165,12 @@ def test_the_first_that_sets_a_limit_decides() -> None:
                                          "of them that {} allows at once; legal: at most '0:30:00'")],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )  # fmt: skip
-def test_each_kind_of_limit_is_told_with_its_amount(limits: dict[str, str], line: str) -> None:
+def test_each_kind_of_limit_is_told_with_its_amount(limits, line):
     lines = said(with_limits(qos=qos_row("normal", **limits)), trainer={"gres_type": "h100", "memory_gib_per_gpu": 8})
     assert any(each.startswith(line.format("QOS 'normal', its default,")) for each in lines), lines
 
 
-def test_what_a_run_needs_at_the_same_time_is_held_against_limits_too() -> None:
+def test_what_a_run_needs_at_the_same_time_is_held_against_limits_too():
     """A component of a heterogeneous job, or a job of its own, keeps to the limit, and all together do not."""
     three = with_limits(qos=qos_row("normal", maxtresperuser="gres/gpu=3"))
     assert only(said(three, "generation.num_replicas=2")) == (
@@ -189,14 +189,14 @@ def test_what_a_run_needs_at_the_same_time_is_held_against_limits_too() -> None:
     )
 
 
-def test_a_default_qos_lifts_a_partitions_limit_and_may_be_one_that_the_partition_refuses() -> None:
+def test_a_default_qos_lifts_a_partitions_limit_and_may_be_one_that_the_partition_refuses():
     lifted = with_limits(qos="normal||\nlong|PartitionTimeLimit|\n", mine="lab||normal,long|long|")
     assert not said(lifted, common={"time": "3-00:00:00"})
     refused = with_limits(qos="normal||\nother||\n", mine="lab||other||")
     assert "fail trainer.qos='other': partition 'gpu' does not accept this QOS; legal: normal, long" in said(refused)
 
 
-def test_an_account_that_the_partition_does_not_take_is_told() -> None:
+def test_an_account_that_the_partition_does_not_take_is_told():
     """A warning: newer releases take the accounts below one that a partition names."""
     line = (
         "warn trainer.account='guests': partition {!r} does not accept this account by its name: it may never start; "
@@ -207,7 +207,7 @@ def test_an_account_that_the_partition_does_not_take_is_told() -> None:
     assert said(guest, trainer={"partition": "lab"}, generation={"partition": "lab"})[0] == line.format("lab")
 
 
-def test_a_cluster_without_job_arrays_is_told_with_the_other_placement() -> None:
+def test_a_cluster_without_job_arrays_is_told_with_the_other_placement():
     line = only(said(with_config(MaxArraySize="0"), cluster={"placement": "jobs"}))
     assert line == (
         "fail cluster.placement='jobs': this cluster allows no job arrays (MaxArraySize=0), which placement='jobs' "
@@ -220,14 +220,14 @@ def test_a_cluster_without_job_arrays_is_told_with_the_other_placement() -> None
     assert "`rlhpc scale` cannot be used here" in told[0].line
 
 
-def test_more_nodes_than_the_partition_gives_are_told() -> None:
+def test_more_nodes_than_the_partition_gives_are_told():
     line = "fail trainer.nodes='5': partition 'gpu' allows 4 per job; legal: at most 4"
     assert only(said(FACTS, "trainer.num_ranks=40")) == line
     wide = replace(FACTS, qos=(Qos("normal", "DenyOnLimit,PartitionMaxNodes"),))
     assert not [line for line in said(wide, "trainer.num_ranks=40", common={"qos": "normal"}) if "per job" in line]
 
 
-def test_components_of_one_job_that_need_more_nodes_than_there_are_are_told() -> None:
+def test_components_of_one_job_that_need_more_nodes_than_there_are_are_told():
     line = only(said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16"))
     assert line == (
         "fail trainer.partition='gpu': components of one job need different nodes: trainer (3) + generation (2) need "
@@ -237,13 +237,13 @@ def test_components_of_one_job_that_need_more_nodes_than_there_are_are_told() ->
     assert only(said(down, "trainer.num_ranks=24")).startswith("warn trainer.partition='gpu'")
 
 
-def test_overlapping_partitions_count_their_nodes_once() -> None:
+def test_overlapping_partitions_count_their_nodes_once():
     sizes = ("trainer.num_ranks=24", "generation.num_replicas=16")
     lines = said(FACTS, *sizes, generation={"partition": "lab"})
     assert lines[0].startswith("fail trainer.partition='gpu': components of one job need different nodes")
 
 
-def test_jobs_of_their_own_share_nodes_but_not_gpus() -> None:
+def test_jobs_of_their_own_share_nodes_but_not_gpus():
     jobs = {"cluster": {"placement": "jobs"}}
     assert not said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=8", **jobs)
     assert only(said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16", **jobs)) == (
@@ -252,7 +252,7 @@ def test_jobs_of_their_own_share_nodes_but_not_gpus() -> None:
     )
 
 
-def test_a_heterogeneous_job_on_a_partition_that_is_preempted_is_warned_of() -> None:
+def test_a_heterogeneous_job_on_a_partition_that_is_preempted_is_warned_of():
     line = only(said(generation={"partition": "lab"}))
     assert line == (
         "warn generation.partition='lab': its jobs can be preempted (REQUEUE), together with all components; "
@@ -263,7 +263,7 @@ def test_a_heterogeneous_job_on_a_partition_that_is_preempted_is_warned_of() -> 
 
 
 @pytest.mark.parametrize("mode", ["SUSPEND", "GANG,SUSPEND"])
-def test_a_partition_whose_jobs_are_stopped_for_others_is_warned_of(mode: str) -> None:
+def test_a_partition_whose_jobs_are_stopped_for_others_is_warned_of(mode):
     facts = replace(
         FACTS, partitions=parse_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
     )
@@ -274,7 +274,7 @@ def test_a_partition_whose_jobs_are_stopped_for_others_is_warned_of(mode: str) -
     )
 
 
-def test_settings_of_the_cluster_that_break_runs_are_told() -> None:
+def test_settings_of_the_cluster_that_break_runs_are_told():
     assert "(JobRequeue=0)" in only(said(with_config(JobRequeue="0")))
     assert not said(with_config(MinJobAge="10 sec"))
     forgetful = replace(with_config(MinJobAge="10 sec"), associations=None)
@@ -285,24 +285,24 @@ def test_settings_of_the_cluster_that_break_runs_are_told() -> None:
     assert only(arrays).startswith("fail generation.nodes='4': an array of 4 tasks, and MaxArraySize=3 here")
 
 
-def test_more_jobs_than_may_be_submitted_at_once_are_warned_of() -> None:
+def test_more_jobs_than_may_be_submitted_at_once_are_warned_of():
     jobs = {"cluster": {"placement": "jobs"}, "common": {"qos": "long"}}
     assert "Slurm counts 6 jobs, and at most 4 may be submitted at once" in only(
         said(FACTS, "generation.num_replicas=4", **jobs)
     )
 
 
-def test_what_only_one_of_several_partitions_refuses_is_a_warning() -> None:
+def test_what_only_one_of_several_partitions_refuses_is_a_warning():
     line = only(said(common={"time": "3-00:00:00"}, trainer={"partition": "lab"}, generation={"partition": "lab,gpu"},
                      cluster={"placement": "jobs"}))  # fmt: skip
     assert line.startswith("warn generation.time='3-00:00:00': partition 'gpu' allows")
 
 
-def test_a_site_that_hides_its_nodes_is_taken_at_its_word() -> None:
+def test_a_site_that_hides_its_nodes_is_taken_at_its_word():
     assert not said(replace(FACTS, nodes=()), "trainer.num_ranks=24", "generation.num_replicas=16")
 
 
-def test_what_slurm_prints_is_read() -> None:
+def test_what_slurm_prints_is_read():
     node = FACTS.nodes[-1]
     assert (dict(node.gpus), node.partitions) == ({"h100": 8}, {"gpu", "lab"})
     assert node.is_up
@@ -316,7 +316,7 @@ def test_what_slurm_prints_is_read() -> None:
     assert FACTS.qos[1].limits.numbers == {("wall", "job"): 43200, ("submitted", "user"): 4}
 
 
-def test_the_filesystem_of_a_path_is_that_of_its_deepest_mount(tmp_path: Path) -> None:
+def test_the_filesystem_of_a_path_is_that_of_its_deepest_mount(tmp_path):
     mounts = f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\nmds:/y {tmp_path}/my\\040data lustre rw 0 0\n"
     assert filesystem_type(tmp_path / "a", mounts) == "nfs4"
     assert filesystem_type(tmp_path / "my data" / "b", mounts) == "lustre"
@@ -324,7 +324,7 @@ def test_the_filesystem_of_a_path_is_that_of_its_deepest_mount(tmp_path: Path) -
     assert filesystem_type(tmp_path, "") == "?"
 
 
-def test_a_shared_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_shared_directory_that_is_not_there_is_refused(tmp_path):
     assert check_directory(tmp_path / "none")[0].line.startswith(
         f"cluster.shared_directory={str(tmp_path / 'none')!r}: no such directory here; legal: "
     )

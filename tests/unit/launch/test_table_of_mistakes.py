@@ -1,16 +1,15 @@
-"""`rlhpc check` refuses every mistake of the table, with place, value and what is legal, and so does `rlhpc run`.
-
-tests/golden/mistakes.md has all messages, written by `python -m tests.unit.launch.test_table_of_mistakes`.
-"""
+"""Every mistake of the table is refused with place, value and what is legal, before anything is started."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import io
+import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,10 +22,12 @@ import pytest
 
 from launch.cli import main
 from rlhpc.protocol.errors import EXIT_CONFIG
-from tests.ring.run_kit import Lab, make_lab
+from tests.ring.run_kit import Lab, make_lab, quick_settings, to_toml
 from tests.unit.doc_pages import ROOT
-from tests.unit.launch.bad_inputs import code_cases, data_cases, model_cases, place_cases, run_file_cases, warned_cases
+from tests.unit.launch.bad_inputs import code_cases, file_cases, place_cases, run_file_cases
 from tests.unit.launch.bad_inputs.desk import Case, Desk
+
+# ------------------- `rlhpc check` refuses every mistake of the table, with place, value and what is legal, and so does
 
 PAGE = ROOT / "tests" / "golden" / "mistakes.md"
 TABLES: Mapping[str, tuple[Case, ...]] = {
@@ -35,10 +36,10 @@ TABLES: Mapping[str, tuple[Case, ...]] = {
     "Values": run_file_cases.VALUES,
     "Keys that contradict each other": run_file_cases.CONTRADICTIONS,
     "Words behind the run file": run_file_cases.OVERRIDES,
-    "The model": model_cases.MODEL,
-    "Files of data": data_cases.FILES,
-    "Records": data_cases.LINES,
-    "References": data_cases.REFERENCES,
+    "The model": file_cases.MODEL,
+    "Files of data": file_cases.FILES,
+    "Records": file_cases.LINES,
+    "References": file_cases.REFERENCES,
     "Reward functions": code_cases.REWARDS,
     "Environments, tools, agents": code_cases.ENVIRONMENTS,
     "Losses and advantages": code_cases.LOSSES,
@@ -49,9 +50,9 @@ TABLES: Mapping[str, tuple[Case, ...]] = {
     "Site files (`--site`)": place_cases.SITES,
 }
 WARNED: Mapping[str, tuple[Case, ...]] = {
-    "Warnings of values": warned_cases.UNUSUAL,
-    "Warnings of keys beside others": warned_cases.BESIDE_OTHERS,
-    "Warnings of your own code": warned_cases.CODE,
+    "Warnings of values": place_cases.UNUSUAL,
+    "Warnings of keys beside others": place_cases.BESIDE_OTHERS,
+    "Warnings of your own code": place_cases.CODE,
 }
 CASES, DOUBTS = (
     [pytest.param(each, id=f"{title}: {each.what}") for title, table in tables.items() for each in table]
@@ -79,13 +80,8 @@ VARYING = (
 )
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return make_lab(tmp_path_factory.mktemp("lab"))
-
-
 @pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def no_process(monkeypatch, request) -> None:
     def refuse(*arguments: object, **settings: object) -> NoReturn:
         raise AssertionError(f"a process was started: {arguments}")
 
@@ -96,9 +92,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 @pytest.mark.starts
 @pytest.mark.parametrize("case", CASES)
-def test_a_mistake_is_refused_with_place_value_and_what_is_legal(
-    lab: Lab, tmp_path: Path, case: Case, no_process: None
-) -> None:
+def test_a_mistake_is_refused_with_place_value_and_what_is_legal(lab, tmp_path, case, no_process):
     desk, words = _spoiled(lab, tmp_path, case)
     status, message = _refusal(desk, "check", words)
     assert status == EXIT_CONFIG, f"`rlhpc check` accepts it: {message}"
@@ -118,7 +112,7 @@ def test_a_mistake_is_refused_with_place_value_and_what_is_legal(
 
 @pytest.mark.starts
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in TRIED_BY_A_RUN])
-def test_a_run_tries_the_users_own_code_before_it_starts_anything(lab: Lab, tmp_path: Path, case: Case) -> None:
+def test_a_run_tries_the_users_own_code_before_it_starts_anything(lab, tmp_path, case):
     desk, words = _spoiled(lab, tmp_path, case)
     status, message = _refusal(desk, "run", words)
     assert status == EXIT_CONFIG
@@ -128,7 +122,7 @@ def test_a_run_tries_the_users_own_code_before_it_starts_anything(lab: Lab, tmp_
 
 @pytest.mark.starts
 @pytest.mark.parametrize("case", DOUBTS)
-def test_what_is_legal_and_seldom_meant_is_warned_of(lab: Lab, tmp_path: Path, case: Case) -> None:
+def test_what_is_legal_and_seldom_meant_is_warned_of(lab, tmp_path, case):
     desk, words = _spoiled(lab, tmp_path, case)
     message = _warnings(desk, words)
     for part in case.says:
@@ -136,18 +130,18 @@ def test_what_is_legal_and_seldom_meant_is_warned_of(lab: Lab, tmp_path: Path, c
     assert _row(lab, desk, case, message) in PAGE.read_text(encoding="utf-8").splitlines(), ANEW
 
 
-def test_what_is_right_is_accepted_without_a_warning(lab: Lab, tmp_path: Path) -> None:
+def test_what_is_right_is_accepted_without_a_warning(lab, tmp_path):
     """The desk on which mistakes are made: nothing but the mistake is refused."""
     desk, _ = _spoiled(lab, tmp_path, Case("nothing", lambda desk: None, ()))
     assert _warnings(desk, []) == ""
 
 
-def test_there_are_enough_of_them_and_no_two_are_alike() -> None:
+def test_there_are_enough_of_them_and_no_two_are_alike():
     names = [(title, each.what) for tables in (TABLES, WARNED) for title, table in tables.items() for each in table]
     assert len(names) == len({*names}) >= 120
 
 
-def test_the_page_has_a_row_for_each() -> None:
+def test_the_page_has_a_row_for_each():
     """The test above compares their words."""
     shown = re.findall(r"^\| (.*?) \| ``", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     wanted = [_cell(each.what) for tables in (TABLES, WARNED) for table in tables.values() for each in table]
@@ -238,3 +232,163 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+
+
+# ------------------------- Whatever is wrong with what the user wrote is said in a line a fault, with the place, before
+
+
+@pytest.fixture
+def no_process_bench(monkeypatch) -> None:
+    def refuse(*arguments: object, **settings: object) -> NoReturn:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    platform.processor()  # starts one the first time: h5py asks for it when it is imported
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+class Bench:
+    """One run file in a directory of its own, and what the command line says to it."""
+
+    def __init__(self, lab: Lab, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root, self._capsys = root, capsys
+        self.settings = quick_settings(lab, "bench")
+        self.run_directory = root / "runs" / "bench"
+        self.settings["run"]["directory"] = str(self.run_directory)
+        self.run_file = root / "run.toml"
+
+    def refusal(self, *words: str, command: str = "run") -> list[str]:
+        """Give the command; it fails, starts nothing, makes no directory; returns the lines it says."""
+        self.run_file.write_text(to_toml(self.settings), encoding="utf-8")
+        assert main([command, str(self.run_file), *words]) == EXIT_CONFIG
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("rlhpc: ")
+        assert not self.run_directory.exists()
+        return captured.err.splitlines()
+
+
+@pytest.fixture
+def bench(lab, tmp_path, capsys, no_process_bench) -> Bench:
+    return Bench(lab, tmp_path, capsys)
+
+
+def test_references_that_the_task_cannot_read_are_named_line_by_line(bench):
+    bench.settings["data"] |= {"task": "multiple_choice"}
+    lines = bench.refusal()
+    assert len(lines) == 6
+    for number, line in enumerate(lines[:5], 1):
+        assert f"train.jsonl:{number}: field 'answer' (data.reference_field), for data.task='multiple_choice': " in line
+        assert "is not one letter; legal: B, (B) or B." in line
+    assert re.fullmatch(r"and \d+ more of \d+ records", lines[5])
+    assert bench.refusal(command="check") == lines
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"num_ranks": 3, "tensor_parallel": 2}, ["trainer.num_ranks=3", "tensor_parallel", "= 2"]),
+        ({"num_ranks": 4, "pipeline_parallel": 2, "context_parallel": 4}, ["trainer.num_ranks=4", "= 8"]),
+        ({"num_ranks": 4, "expert_parallel": 3}, ["trainer.expert_parallel=3", "the 4 ranks of a pipeline stage"]),
+        ({"sequence_parallel": True}, ["sequence_parallel=true", "tensor_parallel=1; legal: false, its default, or "]),
+        ({"chunks_per_stage": 2}, ["trainer.chunks_per_stage=2", "pipeline_parallel=1; legal: 1, its default, or "]),
+        ({"optimizer_offload": True, "distributed_optimizer": False}, ["trainer.optimizer_offload=true"]),
+        ({"zero_stage": 3}, ["zero_stage=3 has no effect with trainer.backend='megatron'; legal: 2, its default"]),
+        ({"parameter_offload": True}, ["parameter_offload=true", "or trainer.backend='deepspeed'"]),
+        ({"backend": "deepspeed", "parameter_offload": True}, ["zero_stage=2; legal", "trainer.zero_stage=3"]),
+        ({"backend": "deepspeed", "tensor_parallel": 2}, ["tensor_parallel=2", "or trainer.backend='megatron'"]),
+        ({"backend": "deepspeed", "recompute_activations": "selective"}, ["legal: 'none', its", "'full', or "]),
+        ({"backend": "reference", "transformer_engine": True}, ["trainer.transformer_engine=true", "'megatron'"]),
+        ({"backend": "reference", "distributed_optimizer": False}, ["distributed_optimizer=false", "'megatron'"]),
+        ({"backend": "reference", "optimizer_offload": True}, ["optimizer_offload=true", "'megatron' or 'deepspeed'"]),
+        # The model has 2 heads, 2 layers and no experts.
+        ({"num_ranks": 4, "tensor_parallel": 4}, ["tensor_parallel = 4", "num_key_value_heads = 2; legal: 1, 2"]),
+        ({"num_ranks": 4, "pipeline_parallel": 4}, ["pipeline_parallel × chunks_per_stage = 4", "layers = 2"]),
+        ({"num_ranks": 2, "expert_parallel": 2}, ["trainer.expert_parallel=2", "no experts; legal: 1"]),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_layout_that_contradicts_itself_or_the_model_is_refused(bench, trainer, words):
+    bench.settings["trainer"] |= {"backend": "megatron"} | trainer
+    (line,) = bench.refusal()
+    for word in words:
+        assert word in line
+    assert bench.refusal(command="check") == [line]
+
+
+@pytest.mark.parametrize(
+    ("package", "trainer", "words"),
+    [
+        ("megatron.core", {"backend": "megatron"}, ["trainer.backend='megatron'", "extra 'trainer'"]),
+        ("deepspeed", {"backend": "deepspeed"}, ["trainer.backend='deepspeed'", "extra 'deepspeed'"]),
+        ("transformer_engine", {"backend": "megatron", "transformer_engine": True}, ["transformer_engine=true"]),
+        ("torch", {"backend": "reference"}, ["trainer.backend='reference'", "extra 'trainer'"]),
+    ],
+)  # fmt: skip
+def test_a_backend_that_is_not_installed_is_refused_with_what_to_install(bench, monkeypatch, package, trainer, words):
+    monkeypatch.setitem(sys.modules, package, None)  # as Python itself marks what cannot be imported
+    bench.settings["trainer"] |= trainer
+    (line,) = bench.refusal()
+    for word in (f"needs the package {package}", *words):
+        assert word in line
+
+
+def test_every_fault_of_a_file_has_its_line(bench):
+    bench.settings["run"]["num_steps"] = "many"
+    bench.settings["trainer"]["learning_rte"] = 1.0
+    del bench.settings["generation"]["max_prompt_tokens"]
+    lines = bench.refusal()
+    assert len(lines) == 3
+    assert all("run.toml" in line for line in lines)
+    assert sum("generation.max_prompt_tokens: missing" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "said"),
+    [
+        ("", "<eos>", "data.thinking_end='<eos>' is a special token"),
+        ("{{ messages[0]['content'] }}</t>\n\n", "</t>", "ends with it already"),
+    ],
+)
+def test_thinking_whose_end_no_completion_can_have_is_refused(bench, lab, template, end, said):
+    model = bench.root / "model"
+    shutil.copytree(lab.model, model)
+    (model / "chat_template.jinja").write_text(template)
+    bench.settings["model"]["path"] = str(model)
+    bench.settings["data"] |= {"use_chat_template": bool(template), "thinking_end": end}
+    bench.settings["generation"]["max_prompt_tokens"] = 32
+    (line,) = bench.refusal()
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        ("x<eos>", "generation.stop='x<eos>' has the special token '<eos>' in it, .*; legal: '<eos>' alone"),
+        ("\u20ac", "generation.stop='\u20ac': the tokenizer of model.path cannot write it"),
+    ],
+)
+def test_a_stop_string_that_no_completion_can_have_is_refused(bench, stop, said):
+    bench.settings["generation"]["stop"] = [stop]
+    (line,) = bench.refusal()
+    assert re.search(said, line)
+
+
+def test_a_run_file_that_is_not_there_not_a_file_or_not_toml_is_refused(tmp_path, capsys):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\nname = 3")
+    for path, said in ((tmp_path / "no.toml", "no such run file"), (tmp_path, "a directory"), (broken, "line 1")):
+        assert main(["run", str(path)]) == EXIT_CONFIG
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{path}: " in error
+        assert said in error
+
+
+def test_a_dataset_is_refused_only_where_it_is_wrong(bench):
+    """The last of many lines is read before anything starts."""
+    dataset = bench.root / "long.jsonl"
+    records = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(2_000)]
+    dataset.write_text("\n".join([*records, json.dumps({"prompt": "1" * 13, "answer": "1"})]))
+    bench.settings["data"]["path"] = str(dataset)
+    (line,) = bench.refusal()
+    assert "long.jsonl:2001: the prompt has 13 tokens; legal: 1 to generation.max_prompt_tokens=12" in line

@@ -66,7 +66,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.buffer.partial_samples import make_draft, piece_of
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
-from tests.unit.launch.audit_runs import CountedPrompts
+from tests.unit.launch.audit_kit import CountedPrompts
 from tests.unit.roles.small_ring import SmallRing, make_buffer, prompt, scored, small_config, small_ring
 from tests.unit.roles.test_train_loop import record_of
 from tests.unit.training.packed_rows import draw_samples, pack_row

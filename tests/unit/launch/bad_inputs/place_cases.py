@@ -1,10 +1,11 @@
-"""Where a run runs: devices, transports, directories, evaluations, site files."""
+"""Devices, transports, run directories, evaluations, site files; and what is legal and seldom meant."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.launch.bad_inputs.desk import RECORDS, SITE, Desk, case, key, site
+from tests.unit.launch.bad_inputs.code_cases import DEF, MINE, game
+from tests.unit.launch.bad_inputs.desk import RECORDS, SITE, Desk, both, case, key, module, site
 
 
 def _exists(desk: Desk) -> None:
@@ -77,4 +78,52 @@ SITES = (
     case("two environments", site(SITE + '[prologue]\nvenv = "/a"\nconda = "/b"\n'), "prologue.conda='/b'", "legal: one"),
     case("a model too large for the GPU", site("[trainer]\ngpu_memory_gib = 0.5\ngpu = 'mine'\n[generation]\ngpu = 'mine'\ngpu_memory_gib = 80.0\n"), "0.5 GiB", "trainer.gpu='mine'"),
     case("UTF-16", lambda desk: [(desk.root / "site.toml").write_bytes(SITE.encode("utf-16")), "--site", "site.toml"][1:], "site.toml", "UTF-8"),
+)  # fmt: skip
+
+
+UNUSUAL = (
+    case("a KL coefficient for a fraction", key("algorithm.kl_coefficient", 100.0), "algorithm.kl_coefficient=100 is unusual (usual: 1e-6 to 1, or 0)"),
+    case("a learning rate of another exponent", key("trainer.learning_rate", 1e-30), "trainer.learning_rate=1e-30 is unusual (usual: 1e-8 to 0.01)"),
+    case("a learning rate at which models diverge", key("trainer.learning_rate", 0.5), "trainer.learning_rate=0.5 is unusual", "diverge"),
+    case("a critic's learning rate", key("critic.learning_rate", 0.5, algorithm__advantage="gae", admission__active_sampling=False), "critic.learning_rate=0.5 is unusual"),
+    case("a weight decay in percent", key("trainer.weight_decay", 100.0), "trainer.weight_decay=100 is unusual (usual: 1e-5 to 1, or 0)"),
+    case("an entropy coefficient above rewards", key("algorithm.entropy_coefficient", 10.0), "algorithm.entropy_coefficient=10 is unusual"),
+    case("a limit of decades", key("rewards.timeout_s", 1e9), "rewards.timeout_s=1e+09 is unusual (usual: 0.1 to 3600): it is in seconds"),
+    case("a task's limit of decades", key("rewards.task_timeout_s", {"integer_arithmetic": 1e9}), "rewards.task_timeout_s.integer_arithmetic=1e+09 is unusual"),
+    case("memory in gigabytes", key("generation.kv_cache_bytes", 4), "generation.kv_cache_bytes=4 is unusual (usual: 1e6 to 1e12): it is in bytes"),
+    case("milliseconds", key("admission.lease_deadline_s", 600000.0), "admission.lease_deadline_s=600000 is unusual", "in seconds"),
+    case("a cap of ratios without a point", key("algorithm.importance_cap", 20000.0), "algorithm.importance_cap=20000 is unusual"),
+    case("an epsilon that stops learning", key("trainer.adam_eps", 1e8), "trainer.adam_eps=1e+08 is unusual"),
+    case("a discount for whole answers", key("algorithm.discount", 0.1, algorithm__advantage="gae", admission__active_sampling=False), "algorithm.discount=0.1 is unusual (usual: 0.5 to 1)"),
+    case("checkpoints that never come", key("checkpoint.every_steps", 50_000_000), "checkpoint.every_steps=50000000 is unusual"),
+    case("a weight of a composite", key("data.task", "two", composite__two={"tasks": {"a": "integer_arithmetic", "b": "regex"}, "correct": "a", "weights": {"b": 1e6}}), "composite.two.weights.b=1e+06 is unusual"),
+)  # fmt: skip
+
+BESIDE_OTHERS = (
+    case("staleness that no run of this length has", key("admission.max_staleness", 20), "admission.max_staleness=20 with run.num_steps=6"),
+    case("more ranks than samples", key("trainer.num_ranks", 32), "trainer.num_ranks=32", "16 have none"),
+    case("more workers than a machine has room for", key("rewards.workers_per_replica", 4000), "rewards.num_replicas × workers_per_replica = 4000", "--site"),
+    case("more generators than a machine has room for", key("generation.num_replicas", 3000), "generation.num_replicas=3000", "--site"),
+    case("large groups that weigh more", key("curriculum.max_group_size", 8), "curriculum.max_group_size=8", "'prompt'"),
+    case("an evaluation of what is trained on", key("evaluation", [{"path": "train.jsonl"}]), "[evaluation] train", "what data.path trains on"),
+    case("an evaluation of more prompts than there are", key("evaluation", [{"path": "train.jsonl", "prompts": 500}]), "prompts=500, and the dataset has 8 records"),
+    case("more prompts a step than there are", key("admission.groups_per_step", 9), "admission.groups_per_step=9", "8 records"),
+)  # fmt: skip
+
+COUNTED = "calls = []\n" + DEF + "    calls.append(completion)\n"
+CODE = (
+    case("a reward that is another one each time", module(COUNTED + "    return float(len(calls))\n", **MINE), "with the reference twice: 1 and 3", "train.jsonl:1", is_tried=True),
+    case("a batched reward that is another one each time", module("calls = []\ndef judge(completions, references):\n    calls.append(1)\n    return [float(len(calls))] * len(completions)\n", **MINE), "with the reference twice: 1 and 2", is_tried=True),
+    case("a reward that fails the second time", module(COUNTED + "    assert len(calls) < 3, 'no more'\n    return 1.0\n", **MINE), "with the reference twice: 1, and then an error: ", "AssertionError: no more", is_tried=True),
+    case("a reward that is always the same", module(DEF + "    return 1.0\n", **MINE), "data.task='mine:judge'", "1 for 'I do not know.'", "nothing is learnt", is_tried=True),
+    case("a reward that differs by less than counts", module(DEF + "    return 1e-9 * len(completion)\n", **MINE), "nothing is learnt", is_tried=True),
+    case("a reward of absurd size", module(DEF + "    return 1e30 if completion == reference else 0.0\n", **MINE), "a reward of 1e+30 is unusual (usual: -10000 to 10000)", "with the reference", is_tried=True),
+    case("a reward that takes most of its time", both(module("import time\n" + DEF + "    time.sleep(4.2 * (completion == reference))\n    return float(completion == reference)\n", **MINE), key("rewards.task_timeout_s", {"mine:judge": 8.0})), "s, more than half of rewards.task_timeout_s of 'mine:judge'=8", is_tried=True),
+    case("a loss with its sign flipped", module("import torch\ndef loss(current, row):\n    return torch.where(row.loss_mask, row.weights * row.advantages * current, 0.0).sum(), {}\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", "usual: the other sign", is_tried=True),
+    case("an advantage that is 0 everywhere", module("def mine(rewards, lengths):\n    return 0 * rewards\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", "nothing would be learnt", is_tried=True),
+    case("an advantage that is another one each time", module("import itertools\nNUMBERS = itertools.count()\ndef mine(rewards, lengths):\n    return next(NUMBERS) * (rewards - rewards.mean())\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", "twice", "usual: the same", is_tried=True),
+    case("an environment that says something else each time", game("async def reset(self, record): return [{'role': 'user', 'content': next(NUMBERS)}]"), "data.environment='mine:Game' twice", "messages", "deterministic", is_tried=True),
+    case("an environment whose rewards change", game("async def step(self, completion): return Step(reward=float(next(NUMBERS)), is_done=True)"), "data.environment='mine:Game' twice", "rewards", "deterministic", is_tried=True),
+    case("an environment with absurd rewards", game("async def step(self, completion): return Step(reward=-1e9, is_done=True)"), "a reward of -1e+09 is unusual", is_tried=True),
+    case("an environment that takes most of its time", both(game("async def reset(self, record):\n        time.sleep(4.2)\n        return []", "async def step(self, completion): return Step()"), key("rewards.timeout_s", 8.0)), "reset(record)", "more than half of rewards.timeout_s=8", is_tried=True),
 )  # fmt: skip
