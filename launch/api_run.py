@@ -158,7 +158,7 @@ def import_path_exported() -> Iterator[None]:
 
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function; what its errors call an option of a command is the argument of that name.
+    """Return the function; what its errors call an option of a command is the argument of that name.
 
     Commands between backticks are left as they are: they are to be typed.
     """
@@ -213,7 +213,7 @@ class Run:
 
     @classmethod
     def load(cls, directory: str | Path) -> Run:
-        """The same as Run(directory)."""
+        """Return Run(directory)."""
         return cls(directory)
 
     @classmethod
@@ -238,7 +238,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """As in the run file."""
+        """The name in the run file."""
         return run_name(self.settings, self.directory)
 
     @property
@@ -350,7 +350,7 @@ class Run:
         return RunRollouts(self._layout, tokenizer_dir=directory, tell=tell or say_nothing).each(chosen)
 
     def frame(self, library: Literal["pandas", "polars"] = "pandas", **selection: Any) -> Any:
-        """The same as a frame, one row per rollout, without token arrays; parts of rewards are columns part_NAME.
+        """A frame with one row per rollout, without token arrays; parts of rewards are columns part_NAME.
 
         selection: as for `rollouts`.  Raises ConfigError: the library is not installed.
         """
@@ -426,5 +426,5 @@ _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
 
 
 def _storable(value: Any) -> Any:
-    """Of text, a lone surrogate as its escape: frames hold UTF-8."""
+    """Text with a lone surrogate as its escape: frames hold UTF-8."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -237,7 +237,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
 
 
 def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findings:
-    """Like preflight(), where nothing is trained.  Raises ConfigError."""
+    """Check what preflight() does, where nothing is trained.  Raises ConfigError."""
     model, tokenizer = _model_of(config, is_trained=False)
     if roles_run_here:
         _engine_is_installed(config)

@@ -45,7 +45,7 @@ def lines_of(runs: Sequence[Standing], now: float, most: int | None) -> list[str
 
 
 def document_of(run: Standing) -> dict[str, Any]:
-    """The same for programs; times are Unix seconds, what is not known is null."""
+    """The list for programs; times are Unix seconds, what is not known is null."""
     view = run.view
     return {
         "directory": str(view.root),

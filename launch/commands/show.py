@@ -64,7 +64,7 @@ def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
 
 
 def write_table(file: Path, table: CurveTable) -> None:
-    """In the form of the suffix, whole or not at all.  Raises ConfigError: another suffix; OSError."""
+    """Write a table in the form of the suffix, whole or not at all.  Raises ConfigError: another suffix; OSError."""
     _check_name(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".csv":
@@ -147,7 +147,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _chosen(rollouts: Iterator[SeenRollout], number: int | None) -> Iterator[SeenRollout]:
-    """The same ones each time, so that two people who type the same command speak of the same rollouts."""
+    """Choose the same ones each time, so that two people who type the same command speak of the same rollouts."""
     if number is None:
         return rollouts
     from launch.view.rollouts import sample_of
@@ -189,7 +189,7 @@ class EventView:
 
     @property
     def names(self) -> list[str]:
-        """Of the runs that are shown, in order."""
+        """Names of the runs that are shown, in order."""
         return sorted(self._names.values())
 
     def find(self) -> None:

@@ -54,7 +54,7 @@ class ExportedRun:
 
     @property
     def size(self) -> str:
-        """In words."""
+        """The size in words."""
         return f"{counted(len(self.table.steps), 'step')}, {counted(len(self.table.curves), 'metric')}"
 
 

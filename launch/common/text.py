@@ -195,7 +195,7 @@ def columns_of(text: str) -> int:
 
 
 def cut_to(text: str, width: int) -> str:
-    """As much of the text's beginning as has room in so many columns."""
+    """The longest beginning of a text that has room in so many columns."""
     while columns_of(text) > width:
         text = text[:-1]
     return text

@@ -85,7 +85,7 @@ class UnreadableCheckpoint(RunDirectoryError):
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a resume begins, by default at the newest sound checkpoint, and whether it samples all prompts again."""
+    """The place where a resume begins, by default the newest sound checkpoint, and what it samples again."""
 
     from_start: bool = False
     step: int | None = None

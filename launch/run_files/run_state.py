@@ -275,7 +275,7 @@ def saved_step(layout: RunLayout, *, is_certain: bool = False) -> int:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ReportedProgress:
     """The controller's last status of the run."""
 
     attempt: int
@@ -314,11 +314,11 @@ class Progress:
         return [each["name"] for each in self.roles if each["name"].startswith(f"{role}-")]
 
 
-def read_progress(layout: RunLayout, *, is_certain: bool = False) -> Progress | None:
+def read_progress(layout: RunLayout, *, is_certain: bool = False) -> ReportedProgress | None:
     """Read status.json."""
     document = certain_document(layout.status) if is_certain else read_document(layout.status)
     try:
-        return Progress(
+        return ReportedProgress(
             attempt=document.get("attempt", -1),
             phase=document["phase"],
             step=document["step"],
@@ -334,7 +334,7 @@ def read_progress(layout: RunLayout, *, is_certain: bool = False) -> Progress | 
         return None
 
 
-def needed_to_stop_s(progress: Progress | None, life_s: float) -> float:
+def needed_to_stop_s(progress: ReportedProgress | None, life_s: float) -> float:
     """Seconds from the request to stop until a job has ended: the current step, a checkpoint, the shutdown of roles.
 
     Measured times get a margin, during which generators exit; times not measured yet are guessed, at most a tenth of

@@ -27,7 +27,7 @@ from launch.run_files.run_state import (
     EventLog,
     Log,
     Outcome,
-    Progress,
+    ReportedProgress,
     certain_document,
     is_complete,
     needed_to_stop_s,
@@ -190,7 +190,7 @@ class ControllerJobSupervisor:
     def _is_complete(self) -> bool:
         return self._certain(lambda: is_complete(self._layout, is_certain=True))
 
-    def _progress(self) -> Progress | None:
+    def _progress(self) -> ReportedProgress | None:
         return self._certain(lambda: read_progress(self._layout, is_certain=True))
 
     # ------------------------------------------------------------------------------------------------- one attempt
@@ -300,7 +300,7 @@ class ControllerJobSupervisor:
             return Outcome(Cause.FENCED, lost_to)
         return self._classifier.taken_over(attempt)
 
-    def _stop_if_asked(self, progress: Progress | None) -> None:
+    def _stop_if_asked(self, progress: ReportedProgress | None) -> None:
         """Let the controller finish its step and save, for the first reason that applies."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if self._signals.end_requested:
@@ -319,7 +319,7 @@ class ControllerJobSupervisor:
             why = "Slurm's warning before the time limit; the limit itself is not known"
             self._ask_controller(Cause.TIME, why, progress)
 
-    def _ask_controller(self, cause: Cause, why: str, progress: Progress | None) -> None:
+    def _ask_controller(self, cause: Cause, why: str, progress: ReportedProgress | None) -> None:
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
         self._patience_s = max(SAVE_GRACE_S, needed_to_stop_s(progress, self._limit.life_s))
         step_s = _step_s(progress)
@@ -364,7 +364,7 @@ class ControllerJobSupervisor:
         self._log.say(event, f"the controller is killed: it did not exit within {waited_s:.0f} s of being asked to")
         self._controller.kill()
 
-    def _stop_if_stuck(self, progress: Progress | None, stall: StallWatch) -> None:
+    def _stop_if_stuck(self, progress: ReportedProgress | None, stall: StallWatch) -> None:
         """End an attempt that makes no progress.  Another is begun only if this one had made some."""
         step = progress.step if progress is not None else -1
         stall_s = stall.look(step, progress is not None and progress.is_training, self._awake())
@@ -397,7 +397,7 @@ class ControllerJobSupervisor:
         else:
             self._end_alone(step, summary, progress)
 
-    def _end_alone(self, step: StartedProcesses, summary: str, progress: Progress | None) -> None:
+    def _end_alone(self, step: StartedProcesses, summary: str, progress: ReportedProgress | None) -> None:
         """A role has no process left: save the trained state, without waiting for roles that cannot come back."""
         has_news = progress is not None and progress.step > self._saved_step()
         cause = Cause.SETTINGS if step.status() == EXIT_CONFIG else Cause.FAILED
@@ -436,6 +436,6 @@ class ControllerJobSupervisor:
         return min(FINISH_GRACE_S, max(2.0, self._limit.left_s() - LIMIT_MARGIN_S))
 
 
-def _step_s(progress: Progress | None) -> float:
+def _step_s(progress: ReportedProgress | None) -> float:
     """Seconds that a step takes; 0 where none is being trained, or where it is not known."""
     return progress.step_s if progress is not None and progress.is_training else 0.0

@@ -22,7 +22,7 @@ from launch.run_files.run_state import (
     EventLog,
     Log,
     Outcome,
-    Progress,
+    ReportedProgress,
     is_complete,
     needed_to_stop_s,
     read_attempt,
@@ -240,7 +240,7 @@ class Resubmitter:
         self._left_away = plan.layout.jobs / "left_away.json"  # jobs that were cancelled by hand; Slurm ids
         self._said = ""  # the last reported reason why nothing could be submitted
 
-    def look(self, progress: Progress | None) -> Outcome | None:
+    def look(self, progress: ReportedProgress | None) -> Outcome | None:
         """Resubmit jobs that have ended and are needed.  Returns an outcome if that is impossible or not allowed."""
         if not self._plan.other_jobs or time.monotonic() < self._next_look:
             return None
@@ -254,7 +254,7 @@ class Resubmitter:
         finally:
             self._next_look = max(self._next_look, time.monotonic() + self._pause_s)
 
-    def _look(self, progress: Progress | None) -> Outcome | None:
+    def _look(self, progress: ReportedProgress | None) -> Outcome | None:
         self._tries.refill(saved_step(self._plan.layout, is_certain=True))
         present = {role["name"] for role in progress.roles} if progress is not None else set()
         away = self._read_left_away()
@@ -304,7 +304,7 @@ class Resubmitter:
 
     # ------------------------------------------------------------------------------------------------- bringing back
 
-    def _bring_back(self, gone: Sequence[Gone], progress: Progress | None) -> Outcome | None:
+    def _bring_back(self, gone: Sequence[Gone], progress: ReportedProgress | None) -> Outcome | None:
         """Resubmit one job, or these tasks of an array."""
         name = gone[0].record.name
         if name.startswith("generation") and progress is None:
@@ -419,7 +419,7 @@ class WorkerJobSupervisor:
         self._starts, self._fruitless, self._seen_step = 0, 0, -1
         self._awake = AwakeTime(lambda: time.monotonic())
         self._alone_since = self._awake()
-        self._progress: Progress | None = None  # as last read
+        self._progress: ReportedProgress | None = None  # as last read
         self._read_at = 0.0
         self._save_request = plan.layout.save_request(job.name)
 
@@ -467,7 +467,7 @@ class WorkerJobSupervisor:
             is_running = False
         return None if is_running else self._start_unless_ended(attempt, progress)
 
-    def _look_at_status(self) -> Progress | None:
+    def _look_at_status(self) -> ReportedProgress | None:
         """The controller's status; for a job that does not depend on it, up to STATUS_S or meet_s / 10 old."""
         now, known = self._awake(), self._progress
         keeps_s = 0.0 if self._follows_attempts else min(STATUS_S, self._plan.limits.meet_s / 10)
@@ -480,7 +480,7 @@ class WorkerJobSupervisor:
         self._progress, self._read_at = read, now
         return read
 
-    def _has_controller(self, attempt: Attempt, progress: Progress | None) -> bool:
+    def _has_controller(self, attempt: Attempt, progress: ReportedProgress | None) -> bool:
         """True if the controller of this attempt has written its status recently, or has had no time to."""
         if progress is not None:
             return progress.age_s < self._plan.limits.meet_s
@@ -493,7 +493,7 @@ class WorkerJobSupervisor:
         text = f"no controller for {waited_s:.0f} s: the one in {self._layout.attempt} is not alive"
         return Outcome(Cause.ALONE, text)
 
-    def _is_time_over(self, progress: Progress | None) -> bool:
+    def _is_time_over(self, progress: ReportedProgress | None) -> bool:
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if not self._follows_attempts:
             needed_s = min(LEAVE_S + LAST_MOMENT_S, self._limit.life_s / 5)
@@ -504,7 +504,7 @@ class WorkerJobSupervisor:
 
     # ------------------------------------------------------------------------------------------------------ starting
 
-    def _start_unless_ended(self, attempt: Attempt, progress: Progress | None) -> Outcome | None:
+    def _start_unless_ended(self, attempt: Attempt, progress: ReportedProgress | None) -> Outcome | None:
         """Start the component for this attempt, unless its last exit shows that this would not help."""
         if self._step is not None and self._attempt is not None:
             outcome = self._outcome_of_exit(self._attempt)
@@ -545,7 +545,7 @@ class WorkerJobSupervisor:
 
     # -------------------------------------------------------------------------------------------------------- leaving
 
-    def _give_way(self, progress: Progress | None) -> Outcome:
+    def _give_way(self, progress: ReportedProgress | None) -> Outcome:
         """Let the controller save if it depends on this job; then this job is requeued, if there will be a controller.
 
         Where a life is shorter than meet_s, no life would come to the point of saying that it is alone.

@@ -96,7 +96,7 @@ def files_as_table(layout: RunLayout, rows: Sequence[Row]) -> str:
 
 
 def files_as_document(layout: RunLayout, rows: Sequence[Row], *, is_damaged: bool) -> str:
-    """The same as JSON."""
+    """The findings on files as JSON."""
     document = {
         "run_dir": str(layout.root),
         "is_damaged": is_damaged,
@@ -223,13 +223,13 @@ def as_table(layout: RunLayout, audit: Audit) -> str:
 
 
 def line_of(offence: Offence) -> str:
-    """With the file and the row."""
+    """The line with the file and the row."""
     where = f"{offence.file}{f', {_row(offence)} {offence.row}' if offence.row >= 0 else ''}: " if offence.file else ""
     return where + offence.text
 
 
 def as_document(layout: RunLayout, audit: Audit, *, is_quick: bool) -> dict[str, Any]:
-    """The same for programs."""
+    """The audit for programs."""
     return {
         "schema": SCHEMA,
         "run_dir": str(layout.root),

@@ -456,7 +456,7 @@ class Evidence:
 
     @property
     def delivered_keys(self) -> NDArray[np.int64]:
-        """Of the rollouts in the journal or the newest checkpoint's buffer, each once, ascending."""
+        """Keys of the rollouts in the journal or the newest checkpoint's buffer, each once, ascending."""
         newest = self.checkpoints.newest
         return np.union1d(self.journal.keys, newest.buffered if newest else self.journal.keys[:0])
 

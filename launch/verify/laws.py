@@ -75,7 +75,7 @@ WORDS = ("missing", "trained", "dropped", "buffered", "in_flight")
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where every group is."""
+    """The place of every group."""
 
     of: NDArray[np.int8]  # by group
     first: int  # the first group that is accounted for: earlier ones were not looked at
@@ -123,7 +123,7 @@ def conservation(evidence: Evidence) -> tuple[Check, Places]:
 
 
 def _is_in(groups: Mapping[int, object], length: int) -> NDArray[np.bool_]:
-    """Of each group from 0 to length − 1."""
+    """Whether each group from 0 to length − 1 is in it."""
     is_there: NDArray[np.bool_] = column(groups, length, lambda _: 1) > 0
     return is_there
 

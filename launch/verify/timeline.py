@@ -382,7 +382,7 @@ def _found(paths_in: Callable[[Path], list[Path]], layout: RunLayout) -> list[Pa
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Of the rollouts of one file."""
+    """Numbers of the rollouts of one file."""
 
     path: Path
     attempt: int

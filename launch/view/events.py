@@ -567,7 +567,7 @@ def gpus_of(view: RunView) -> dict[str, int]:
 
 
 def _gpus_in(part: Mapping[str, Any]) -> dict[str, int]:
-    """Of one process of each of its roles."""
+    """The GPUs of one process of each of its roles."""
     shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
     gpus = int(part["gpus_per_task"]) or max(shown, default=0)
     return {share["role"]: gpus for share in part["roles"]}

@@ -68,7 +68,7 @@ def lines_of(view: SlurmView) -> list[str]:
 
 
 def document_of(view: SlurmView) -> dict[str, Any]:
-    """The same as a JSON document."""
+    """The jobs as a JSON document."""
     return {
         "attempt": view.attempt,
         "is_alive": view.is_alive,
@@ -141,7 +141,7 @@ def _how_it_ended(row: JobRow) -> str:
 
 
 def _what_follows(view: SlurmView, row: JobRow) -> str:
-    """For a job that has ended: what to do, or what the run does (a resume is refused while it is alive)."""
+    """What to do about a job that has ended, or what the run does (a resume is refused while it is alive)."""
     job, remedy = _record(view, row.job_id), row.state.remedy
     if not view.is_alive or "rlhpc resume" not in remedy:
         return remedy

@@ -280,7 +280,7 @@ def read_report(view: RunView) -> RunReport:
 
 
 def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
-    """For a terminal: figures, events, recommendations."""
+    """The report for a terminal: figures, events, recommendations."""
     width = max(len(name) for name, _ in report.headline)
     lines = [f"{name:<{width}}  {value}" for name, value in report.headline]
     marks = report.marks

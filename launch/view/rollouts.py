@@ -91,7 +91,7 @@ def texts_of(model_dir: Path | None, tokenizer_dir: Path | None) -> tuple[Texts,
 Tell = Callable[[str], None]  # receives descriptions of what cannot be shown
 
 
-class Standing(StrEnum):
+class GroupFate(StrEnum):
     """What has become of a group."""
 
     TRAINED = "trained"
@@ -106,7 +106,7 @@ class FoundGroup:
     """A group, perhaps not whole, and how far it has come."""
 
     resolved: ResolvedGroup  # consumed_step also for a group that is only taken
-    standing: Standing
+    standing: GroupFate
 
 
 def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = None) -> Iterator[FoundGroup]:
@@ -141,13 +141,13 @@ def _by_batch(each: tuple[int, FoundGroup]) -> tuple[bool, int, int]:
     return step < 0, step, group_id
 
 
-def standing_of(resolved: ResolvedGroup) -> Standing:
+def standing_of(resolved: ResolvedGroup) -> GroupFate:
     """What has become of a group in a segment."""
     if resolved.drop_reason is not None:
-        return Standing.DROPPED
+        return GroupFate.DROPPED
     if resolved.consumed_step < 0:
-        return Standing.WAITING
-    return Standing.SKIPPED if resolved.applied is False else Standing.TRAINED
+        return GroupFate.WAITING
+    return GroupFate.SKIPPED if resolved.applied is False else GroupFate.TRAINED
 
 
 def _if_of_other_steps(path: Path, first: int, last: int) -> set[int] | None:
@@ -191,13 +191,13 @@ def _found(history: History, group_id: int, records: dict[int, JournalRecord]) -
         applied=None if trained is None else trained.applied,
     )
     is_open = reason is None and step >= 0 and trained is None
-    return FoundGroup(resolved, Standing.TAKEN if is_open else standing_of(resolved))
+    return FoundGroup(resolved, GroupFate.TAKEN if is_open else standing_of(resolved))
 
 
 # ------------------------------------------------------------------------------------------------------------- rollouts
 
 
-_IN_A_BATCH = (Standing.TRAINED, Standing.SKIPPED, Standing.TAKEN)
+_IN_A_BATCH = (GroupFate.TRAINED, GroupFate.SKIPPED, GroupFate.TAKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +445,7 @@ def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
 
 
 def as_document(seen: SeenRollout) -> dict[str, Any]:
-    """The same for programs: every field, and staleness."""
+    """The rollout for programs: every field, and staleness."""
     document = {each.name: _plain(getattr(seen, each.name)) for each in fields(seen)}
     return document | {"staleness": seen.staleness, "advantage": seen.advantage}
 

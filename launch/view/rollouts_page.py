@@ -41,7 +41,7 @@ class Written:
     num_bytes: int
 
     def __str__(self) -> str:
-        """For the terminal."""
+        """The text for a terminal."""
         left = f"; {self.num_left_out:,} more are not in it: select fewer" if self.num_left_out else ""
         size = f"{self.num_bytes / 1e6:.1f} MB"
         return f"{self.num_rollouts:,} rollouts, {self.num_with_text:,} of them with text, {size}{left}"

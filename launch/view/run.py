@@ -171,7 +171,7 @@ class RunView:
 
     @property
     def name(self) -> str:
-        """As in the run file."""
+        """The name in the run file."""
         return run_name(self.settings, self.root)
 
     @cached_property
@@ -186,7 +186,7 @@ class RunView:
 
     @cached_property
     def plans(self) -> list[dict[str, Any]]:
-        """Of processes on this machine and in jobs; the one by which the run was started last is the last."""
+        """Plans of processes on this machine and in jobs; the one by which the run was started last is the last."""
         return [
             read_document(plan) for plan in sorted((self.layout.job_plan, self.layout.local_plan), key=written_unix_s)
         ]
@@ -229,7 +229,7 @@ class RunView:
 
     @property
     def reward(self) -> float | None:
-        """Of the last step; None before the first."""
+        """Mean reward of the last step; None before the first."""
         reward = self.status.get("reward")
         return float(reward) if self.step and is_number(reward) else None
 
@@ -296,7 +296,7 @@ class RunView:
 
     @cached_property
     def job_documents(self) -> dict[str, dict[str, Any]]:
-        """The same as they stand, by number; those that cannot be read are {}."""
+        """Documents of jobs as they stand, by number; those that cannot be read are {}."""
         return {path.stem: read_document(path) for path in self.layout.jobs.glob("[0-9]*.json")}
 
     @property
@@ -306,7 +306,7 @@ class RunView:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Of its supervisors; each one's in order."""
+        """Events of its supervisors; each one's in order."""
         found = []
         for path in self.layout.jobs.glob("*.events.jsonl"):
             with suppress(OSError):
@@ -361,7 +361,7 @@ class RunView:
 
     @cached_property
     def done_evaluations(self) -> list[DoneEvaluation]:
-        """In no order; what is damaged, or begun anew, is left out.  Raises OSError: attempts.jsonl cannot be read."""
+        """Evaluations that are done, in no order, without damaged ones and those begun anew.  Raises OSError."""
         if not self.layout.evaluations.is_dir():
             return []
         found, timeline = [], AttemptTimeline.read(self.layout.attempts)

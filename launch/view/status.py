@@ -49,7 +49,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def disk_troubles(view: RunView) -> Sequence[str]:
-    """In words, each; none: nothing is known to be wrong.  Writes a file for a moment if the status is old."""
+    """What is wrong with the disk, in words.  Writes a file for a moment if the status is old."""
     layout, status = view.layout, view.status
     said: Sequence[str] = status.get("disk_troubles", ())
     is_over = view.phase == "stopped" or layout.summary.exists()
@@ -80,7 +80,7 @@ def _is_full(layout: RunLayout) -> str:
 
 
 def lines_about_evaluation_job(layout: RunLayout) -> list[str]:
-    """Of a run whose own jobs live.  None: it has no such job, or that one runs, or Slurm does not answer."""
+    """Lines on the evaluation job of a run whose jobs live.  None: no such job, it runs, or Slurm does not answer."""
     number = read_document(layout.evaluations / "job.json").get("job_id")
     if not isinstance(number, int):
         return []
@@ -120,7 +120,7 @@ class Notes:
     evaluations: dict[str, dict[int, dict[str, Any]]]  # figures by dataset and step
 
     def lines(self) -> list[str]:
-        """For people; none where nothing has happened."""
+        """Lines for people; none where nothing has happened."""
         found = []
         if self.quarantined:
             more = [f"and {len(self.quarantined) - NUM_SHOWN} more"] * (len(self.quarantined) > NUM_SHOWN)
@@ -140,7 +140,7 @@ class Notes:
         return found + lines_about(self.evaluations)
 
     def as_document(self) -> dict[str, Any]:
-        """For programs."""
+        """The status for programs."""
         return {
             "guard": [*self.guard],
             "quarantined": [asdict(each) for each in self.quarantined],
@@ -281,7 +281,7 @@ def _counts_of_groups(queue: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
-    """In as many lines of 80 columns as it takes; a count stays with its name."""
+    """Counts in as many lines of 80 columns as they take; a count stays with its name."""
     lines = [f"{title:<8}"]
     for name, count in counts.items():
         part = f"{name} {count}"

@@ -102,7 +102,7 @@ class Leases:
         self.lease_deadline_s = lease_deadline_s
         self.max_attempts = max_attempts
         self._lost_leases = lost_leases
-        self._quarantine = Quarantine()
+        self._quarantine = Suspects()
         self.num_lost_members = 0
         self._clock = clock
         # Entries of the queues may be out of date; the record says what is true.
@@ -349,7 +349,7 @@ class Leases:
         self._queue_returned(group)
 
 
-class Quarantine:
+class Suspects:
     """The suspect groups in flight, and the generators that are kept free for them.
 
     Groups that may kill their generator are kept away from others, but not from being sampled.  A suspect limits how

@@ -48,7 +48,7 @@ class LineFile(Generic[Line]):
         return [*self.each()]
 
     def each(self) -> Iterator[Line]:
-        """Like `read`, one by one."""
+        """Read them one by one."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:

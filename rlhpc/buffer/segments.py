@@ -205,7 +205,7 @@ class SegmentWriter:
             self._num_pending_tokens += _num_tokens(resolved)
 
     def cut(self) -> None:
-        """From now on no segment mixes groups added before this call with groups added after it."""
+        """Let no segment from now on mix groups added before this call with groups added after it."""
         with self._counting:
             self._num_before_cut = len(self._pending)
             if not self._pending:
@@ -254,7 +254,7 @@ class SegmentWriter:
         return groups, to_hdf5(groups, {**self._attributes, **when})
 
     def _oldest(self) -> list[ResolvedGroup]:
-        """At most max_groups, and as many tokens as a segment holds unless the first has more."""
+        """The oldest groups: at most max_groups, and as many tokens as a segment holds unless the first has more."""
         groups = self._pending[: min(self._max_groups, self._num_before_cut or self._max_groups)]
         totals = accumulate(map(_num_tokens, groups))
         num_groups = sum(total <= MAX_SEGMENT_TOKENS for total in totals)

@@ -200,7 +200,7 @@ def _legal(detail: ErrorDetails) -> str:
 
 
 def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
-    """Without what pydantic adds: the key of a table, and the alternative of a type that it has tried."""
+    """The place without what pydantic adds: the key of a table, and the alternative of a type that it has tried."""
     *before, last = place or ("",)
     plain = place if last not in ("bool", "int", "float", "str") or len(before) < 3 else before
     added = ("[key]", "constrained-float", "constrained-int")

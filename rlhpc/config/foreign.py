@@ -430,7 +430,7 @@ def is_theirs(key: str) -> bool:
 
 
 def section_in_words(key: str, table: Mapping[str, object]) -> str:
-    """Of a whole section of theirs, what each of its keys is here; "" where none is known."""
+    """What each key of a whole section of theirs is here; "" where none is known."""
     said = []
     for name in _leaves(key, table):
         if (found := counterpart_of(name)) is not None:

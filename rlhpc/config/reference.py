@@ -94,7 +94,7 @@ def _condition(mark: Idle, model: type[BaseModel]) -> str:
 
 
 def _short(name: str, model: type[BaseModel]) -> str:
-    """Without the name of the table that it is in."""
+    """The name without that of the table that it is in."""
     section, _, key = name.partition(".")
     return key if sections()[section] is model else name
 

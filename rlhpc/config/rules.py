@@ -136,7 +136,7 @@ class Config(Section):
         return self.data[prompt_id % len(self.data)]
 
     def max_completion_tokens(self, prompt_id: int) -> int:
-        """At which sampling of a prompt's completions stops."""
+        """Number of tokens at which sampling of a prompt's completions stops."""
         return self.dataset_of(prompt_id).max_completion_tokens or self.generation.max_completion_tokens
 
     @property

@@ -137,7 +137,7 @@ class GenerationConfig(Section):
 
     @property
     def max_tokens(self) -> int:
-        """Of a prompt with its completion."""
+        """Most tokens of a prompt with its completion."""
         return self.max_prompt_tokens + self.max_completion_tokens
 
     @rule
@@ -187,7 +187,7 @@ class AdmissionConfig(Section):
 
     @property
     def longest_report_interval_s(self) -> float:
-        """Between two reports of a rollout that is being sampled: some may be lost before its lease expires."""
+        """Longest time between two reports of a rollout being sampled: some may be lost before its lease expires."""
         return self.lease_deadline_s / 4
 
     @property
@@ -617,7 +617,7 @@ class DataConfig(Section):
 
     @property
     def place(self) -> str:
-        """Where its records are from, for people."""
+        """The place its records are from, for people."""
         return self.source or str(self.path)
 
     @model_validator(mode="before")
@@ -678,5 +678,5 @@ class DataConfig(Section):
 
 
 def title_of(path: Path) -> str:
-    """Of a dataset's file or directory: its name without suffixes."""
+    """The name of a dataset's file or directory without suffixes."""
     return path.with_suffix("").stem if path.suffix in COMPRESSIONS else path.stem

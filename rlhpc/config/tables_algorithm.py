@@ -308,7 +308,7 @@ class AlgorithmConfig(Section):
 
     @property
     def num_optimiser_steps(self) -> int:
-        """On one batch."""
+        """Number of optimiser steps on one batch."""
         return self.minibatches * self.epochs
 
     def renews_reference(self, version: int) -> bool:

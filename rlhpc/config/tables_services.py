@@ -85,7 +85,7 @@ class RewardsConfig(Section):
 
     @property
     def longest_timeout_s(self) -> float:
-        """Of all tasks."""
+        """The longest limit of all tasks."""
         return max(self.timeout_s, *self.task_timeout_s.values(), 0.0)
 
     @rule
@@ -157,7 +157,7 @@ class CompositeConfig(Section):
     data.reference_field = "*".  Default: all parts have the record's reference."""
 
     def weight(self, part: str) -> float:
-        """By which a part's reward counts."""
+        """The weight by which a part's reward counts."""
         return self.weights.get(part, 1.0)
 
     @rule
@@ -571,7 +571,7 @@ class SandboxConfig(Section):
 
     @property
     def longest_s(self) -> float:
-        """On the clock, of one completion."""
+        """The longest time on the clock, of one completion."""
         return self.wall_s + (2 * self.compile_s if self.compiles else 0.0)
 
     @rule

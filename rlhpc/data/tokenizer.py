@@ -305,7 +305,7 @@ class PromptTokenizer:
         return self.measured(texts)[0]
 
     def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-        """Like `lengths`, with the highest token of each text, -1 of one without."""
+        """lengths(), with the highest token of each text, -1 of one without."""
         lengths, highest = [0] * len(texts), [-1] * len(texts)
         is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
         for is_rendered in set(is_whole):

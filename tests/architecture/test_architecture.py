@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.structure import PREPOSITION
 from rlhpc.protocol import errors, messages, types
 from rlhpc.protocol.messages import TOPOLOGY
 
@@ -210,6 +211,25 @@ def test_a_small_file_has_several_readers_or_a_reason() -> None:
         if [reader.parent for reader in readers.get(str(path.relative_to(ROOT)), ())] == [path.parent]
     }
     assert splinters == {*SMALL}
+
+
+def test_a_docstring_says_what_is_returned_or_done() -> None:
+    """Neither what it belongs to ("Of one train loop.") nor where else to read ("The same, but …")."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [(path, node) for path in SOURCES for node in ast.walk(_tree(path)) if isinstance(node, kinds)]
+    texts = [(path, ast.get_docstring(node) or "") for path, node in nodes]
+    bad = [f"{path.relative_to(ROOT)}: {text}" for path, text in texts if re.match(f"{PREPOSITION}|The same", text)]
+    assert not bad
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Whoever searches a name finds one class."""
+    places: dict[str, list[Path]] = {}
+    for path in SOURCES:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path.relative_to(ROOT))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_an_import_inside_a_function_says_why_it_is_not_at_the_top() -> None:

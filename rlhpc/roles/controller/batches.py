@@ -144,7 +144,7 @@ class MadeBatch:
     num_parts_before: int = 0
 
     def packed(self, step: int, version: int, algorithm: AlgorithmConfig, *, is_part: bool = False) -> PackedBatch:
-        """To be trained as this step of the run, without rates and limits; a reference is renewed by its first part."""
+        """Pack the batch as this step, without rates and limits; a reference is renewed by its first part."""
         return PackedBatch(
             step,
             version,
@@ -157,7 +157,7 @@ class MadeBatch:
 
 
 class BatchMaker:
-    """Of one train loop."""
+    """Makes the batches of one train loop."""
 
     def __init__(
         self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, cost: FlopCost, make_samples: SampleMaker

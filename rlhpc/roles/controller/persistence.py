@@ -315,7 +315,7 @@ class _Receipts:
 
 
 async def at_once() -> None:
-    """In the place of Journaling.durable where there is no journal."""
+    """Stands for Journaling.durable where there is no journal."""
 
 
 class Journaling:

@@ -109,7 +109,7 @@ def sampling_figures(stats: IntakeStats) -> dict[str, float]:
 
 
 def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of each task: what rewards/outcomes.py counts, and the mean time of a completion."""
+    """Figures of each task: what rewards/outcomes.py counts, and the mean time of a completion."""
     found: dict[str, float] = {}
     for task, figures in tasks.items():
         found |= {f"verifier_{name}/{task}": value for name, value in figures.items() if name != SECONDS}
@@ -118,7 +118,7 @@ def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 
 def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, float]:
-    """The same of every dataset by its name, where there are several; none of one of which no group is finished."""
+    """Figures of every dataset by its name, where there are several; none of one of which no group is finished."""
     figures: dict[str, float] = {}
     for place, name in enumerate(names if len(names) > 1 else ()):
         own = [group for group in groups if group.prompt.prompt_id % len(names) == place]
@@ -353,7 +353,7 @@ class RunRecorder:
         ]
 
     def _completion(self, rollout: Rollout) -> str:
-        """Of several turns with the special tokens that tell them apart."""
+        """The completion of several turns, with the special tokens that tell them apart."""
         return self._tokenizer.decode(rollout.token_ids, keep_special_tokens=not rollout.loss_mask.all())
 
     def _show_totals(self) -> None:

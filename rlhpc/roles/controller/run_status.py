@@ -245,7 +245,7 @@ def _loss(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shares(watched: _Watched, seconds: float) -> dict[str, float]:
-    """Of an interval.  An engine counts its own busy time, which looks at its state only sample."""
+    """Shares of an interval.  An engine counts its own busy time, which looks at its state only sample."""
     total = watched.looks.total()
     shares = {what: count / total for what, count in watched.looks.items()}
     busy_s = watched.row["metrics"].get("busy_s")

@@ -79,7 +79,7 @@ class RunProgress:
         self._seconds += max(0.0, seconds - self.seconds)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         return {"num_tokens": self.num_tokens, "seconds": self.seconds}
 
     @classmethod
@@ -162,7 +162,7 @@ class Totals:
     last_reward: float = 0.0  # mean of the rollouts that came in during the last step
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state as JSON, for a checkpoint."""
         return asdict(self)
 
     @property
@@ -196,7 +196,7 @@ class SavedState:
 
     @property
     def position(self) -> Position:
-        """Of the journal: what came later is not in this checkpoint."""
+        """The position in the journal: what came later is not in this checkpoint."""
         return Position(**self.buffer["journal"])
 
 

@@ -120,7 +120,7 @@ LOOK_AGAIN_AT = 8  # when this part of the groups has come in addition: a look t
 
 
 class StepParts:
-    """Of one train loop."""
+    """The parts of a step of one train loop."""
 
     def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
         self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
@@ -179,7 +179,7 @@ def refuse_stale(groups: Sequence[RolloutGroup], version: int, bound: int) -> No
 LAST_SAVE_POLL_S = 0.2
 
 
-class Checkpoints(Protocol):
+class CheckpointSaver(Protocol):
     """The loop's view of checkpointing (roles/controller/checkpoints.py)."""
 
     write_s: float
@@ -305,7 +305,7 @@ class TrainLoop:
         self,
         stop: asyncio.Event,
         record: Callable[[StepRecord], Awaitable[None]],
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointSaver,
     ) -> None:
         """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
 
@@ -326,7 +326,7 @@ class TrainLoop:
             self._stopped.cancel()
 
     async def _one_step(
-        self, stop: asyncio.Event, record: Callable[[StepRecord], Awaitable[None]], checkpoints: Checkpoints
+        self, stop: asyncio.Event, record: Callable[[StepRecord], Awaitable[None]], checkpoints: CheckpointSaver
     ) -> None:
         """One step, as it happens; nothing if `stop` is set before there is a batch."""
         # A full batch; while the trainer would wait for it, it trains parts of it.
@@ -480,13 +480,13 @@ class TrainLoop:
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
-    async def _save(self, checkpoints: Checkpoints) -> None:
+    async def _save(self, checkpoints: CheckpointSaver) -> None:
         await self._wait_until_released()
         began = time.monotonic()
         await checkpoints.write(self.step, self.version)
         self.checkpoint_s, self._saved = time.monotonic() - began, self.step
 
-    async def _finish(self, checkpoints: Checkpoints) -> None:
+    async def _finish(self, checkpoints: CheckpointSaver) -> None:
         """Save what is not saved, again while the disk refuses: no later step would.  Return when it is complete.
 
         Not saved, in lockstep, while the weights before these still have to sample: the journal has it all.  Raises

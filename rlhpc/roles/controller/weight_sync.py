@@ -239,7 +239,7 @@ class Canary:
 
 
 def open_canary(config: Config, prompts: PromptSource) -> Canary:
-    """As a run has it.  A scripted engine has no model that a trainer could agree with."""
+    """Open the run's canary.  A scripted engine has no model that a trainer could agree with."""
     weights, generation = config.weights, config.generation
     num_tokens = min(MAX_TOKENS, generation.max_tokens - 1)
     wanted = weights.max_canary_logratio
@@ -278,7 +278,7 @@ def differing(acks: Mapping[str, WeightsLive], epoch: int, version: int) -> list
 
 
 def _mean_logratio(ours: Float32, theirs: Float32) -> float:
-    """Over all tokens but the first; inf if something is not finite."""
+    """The mean over all tokens but the first; inf if something is not finite."""
     if ours.shape != theirs.shape:
         return float("inf")
     mean = float(np.abs(ours[1:] - theirs[1:]).mean())

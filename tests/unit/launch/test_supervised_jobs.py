@@ -22,7 +22,7 @@ from launch.commands.submit import write_plan
 from launch.run_files import run_state
 from launch.run_files.plan_file import JobPart, Limits
 from launch.run_files.records import JobRecord, read_job_records, write_job_record
-from launch.run_files.run_state import Attempt, Cause, EventLog, Outcome, Progress, read_progress
+from launch.run_files.run_state import Attempt, Cause, EventLog, Outcome, ReportedProgress, read_progress
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import NoTimeLimit, ThisJob, TimeLimit
 from launch.supervisor import other_jobs
@@ -483,7 +483,7 @@ class Site:
         """One look, so long after the one before, at a run with these roles."""
         self._clock[0] += after_s
         there = tuple({"name": role} for role in roles)
-        return self.resubmitter.look(Progress(0, "training", step, 1.0, 0.0, 0.1, there))
+        return self.resubmitter.look(ReportedProgress(0, "training", step, 1.0, 0.0, 0.1, there))
 
     @property
     def submitted(self) -> list[str]:

@@ -32,7 +32,7 @@ from launch.run_files.run_state import (
     Cause,
     EventLog,
     Outcome,
-    Progress,
+    ReportedProgress,
     last_outcome,
     needed_to_stop_s,
     read_attempt,
@@ -63,8 +63,8 @@ def layout(tmp_path) -> RunLayout:
     return layout
 
 
-def progress(step_s: float, save_s: float) -> Progress:
-    return Progress(attempt=0, phase="training", step=7, step_s=step_s, save_s=save_s, age_s=0.0, roles=())
+def progress(step_s: float, save_s: float) -> ReportedProgress:
+    return ReportedProgress(attempt=0, phase="training", step=7, step_s=step_s, save_s=save_s, age_s=0.0, roles=())
 
 
 def events_of(layout: RunLayout, job: str) -> list[dict]:
