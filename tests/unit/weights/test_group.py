@@ -378,6 +378,7 @@ def test_every_process_listens_at_the_address_that_other_hosts_reach(
         assert not host.startswith("127.")
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize(
     ("variable", "names"),
     [
