@@ -195,6 +195,7 @@ def test_two_names_of_one_gpu_are_refused():
         gpus.visible_gpus(machine, "GPU-5d,GPU-5d5b")
 
 
+@pytest.mark.starts
 def test_check_judges_the_one_gpu_of_this_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpus, "torch_cuda", lambda: "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -277,6 +277,7 @@ def test_what_the_prologue_names_in_the_shared_directory_and_is_not_there_is_ref
     assert line.startswith(f"prologue    warning: prologue.{key}=")
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("command", [["check"], ["plan"], ["submit", "--dry-run"]], ids=" ".join)
 def test_commands_that_only_look_tell_it(lab, tmp_path, capsys, command):
     run_file, site_file = tmp_path / "run.toml", tmp_path / "site.toml"

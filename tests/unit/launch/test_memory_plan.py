@@ -445,6 +445,7 @@ def check_words(name: str, tmp_path: Path) -> list[str]:
     return ["check", str(run_file), *paths, f"run.directory={str(tmp_path / 'run')!r}", "--site", str(EXAMPLE_SITE)]
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("name", LARGE_RUNS | RECIPES)
 def test_a_run_for_h100s_passes_check(name, tmp_path, capsys):
     assert main(check_words(name, tmp_path)) == 0, capsys.readouterr().err
@@ -516,6 +517,7 @@ def test_the_page_on_memory_says_which_gpus_a_model_needs():
         assert said == f"{ranks} | {tensor} | {figures} | {engine}"
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("name", ["large/qwen2.5-72b-tp8-pp4", "large/qwen2.5-7b-tp2"])
 def test_the_page_on_memory_shows_what_is_printed(name, tmp_path, capsys, monkeypatch):
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")

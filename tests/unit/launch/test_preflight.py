@@ -431,6 +431,7 @@ def test_a_local_run_warns_before_it_makes_anything(desk, capsys):
     assert "warning: algorithm.kl_coefficient=100 is unusual (usual: 1e-6 to 1, or 0)" in capsys.readouterr().err
 
 
+@pytest.mark.starts
 def test_a_submission_warns_before_it_asks_slurm(desk, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(desk.root))  # no sbatch
     desk.settings["algorithm"] = {"kl_coefficient": 100.0}

@@ -130,6 +130,7 @@ def test_what_is_legal_and_seldom_meant_is_warned_of(lab, tmp_path, case):
     assert _row(lab, desk, case, message) in PAGE.read_text(encoding="utf-8").splitlines(), ANEW
 
 
+@pytest.mark.starts
 def test_what_is_right_is_accepted_without_a_warning(lab, tmp_path):
     """The desk on which mistakes are made: nothing but the mistake is refused."""
     desk, _ = _spoiled(lab, tmp_path, Case("nothing", lambda desk: None, ()))
