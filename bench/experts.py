@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rlhpc.training.megatron.backend import close_groups
 from rlhpc.training.megatron.model_config import has_grouped_kernel
-from tests.unit.training.megatron.expert_pairs import draw_tokens, expert_pair
+from tests.unit.training.megatron.policy_ranks import draw_tokens, expert_pair
 
 EXPERTS_PER_TOKEN = 8
 ROUTINGS = {"even": 0.0, "skewed": 1.0}  # exponent of the law by which experts are drawn

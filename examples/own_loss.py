@@ -84,8 +84,8 @@ for name, candidate in {"tapered": loss, "clipped": built_in}.items():
 #
 # ## What every loss has to keep to
 #
-# A run tries a loss of your own for these before it trains with it; `tests/unit/algorithms/test_losses.py` has them,
-# and more, for the built-in losses.
+# A run tries a loss of your own for these before it trains with it; `tests/unit/algorithms/test_policy_loss.py` has
+# them, and more, for the built-in losses.
 
 # %%
 noisy = now.clone()

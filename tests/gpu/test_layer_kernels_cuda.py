@@ -8,7 +8,7 @@ import torch
 from rlhpc.training import layer_functions
 from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, rotation_of, weighted_gated_silu
 from rlhpc.training.triton_kernels import compiled_kernels
-from tests.unit.training.layer_inputs import EPS, SHAPES, draw_heads, draw_hidden
+from tests.unit.training.packed_rows import EPS, SHAPES, draw_heads, draw_hidden
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,7 +11,7 @@ from launch.checks.preflight import preflight_sampling
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import ConfigError
-from tests.unit.data.chat_models import QWEN25, make_chat_model
+from tests.unit.data.checkpoints import QWEN25, make_chat_model
 from tests.unit.roles.small_ring import small_config
 
 OWN = {"environment": "agent", "use_chat_template": True, "task": "environment"}

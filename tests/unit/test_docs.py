@@ -38,7 +38,7 @@ NOT_RUN = {
     "rlhpc rollouts runs/first --verdict wrong --sample 5": "needs a run; tests/unit/launch/test_rollouts.py has some",
     "rlhpc report runs/first --html report.html": "needs a run; tests/unit/launch/test_report.py has one",
     "rlhpc stop runs/first": "needs a run that lives",
-    "rlhpc export runs/first trained-model": "needs a checkpoint; tests/unit/training/test_export.py exports one",
+    "rlhpc export runs/first trained-model": "needs a checkpoint; training/test_checkpoint_tensors.py exports one",
     "rlhpc doctor site.toml --quick": "needs a cluster; tests/slurm/test_doctor.py has one",
     "rlhpc submit RUN.toml site.toml": "needs a cluster; tests/slurm has one, for this and the next two",
     "rlhpc logs runs/first trainer -f": "needs a run",

@@ -9,8 +9,8 @@ from typing import Any
 import papers
 import pytest
 import torch
+from algorithm_rows import ragged_row, token_row
 from papers import POLICY_VERSION, Sequence
-from token_rows import ragged_row, token_row
 from torch import Tensor
 
 from rlhpc.algorithms.policy_loss import make_policy_loss
@@ -57,7 +57,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "drift": ({"importance_cap": 2.0, "veto_drift_above": 0.02}, {"cap": 2.0, "drift": 0.02}),
     "by age": ({"importance_cap": 2.0, "max_token_age": 2}, {"cap": 2.0, "max_age": 2}),
 }
-SEEDS = range(6)
+SEEDS = range(3)
 
 
 def ours(current: Tensor, row: TokenRow, **settings: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from token_rows import ragged_row
+from algorithm_rows import ragged_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.checks import own_code

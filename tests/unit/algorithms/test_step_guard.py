@@ -1,13 +1,16 @@
-"""What the guard decides: a warning for one outlier, more the longer it lasts, never more than permitted."""
+"""What the guard decides, and the figures that it looks at."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from algorithm_rows import group, rollout, scored
 
 from rlhpc.algorithms.guard import (
     AS_BEFORE,
@@ -17,11 +20,18 @@ from rlhpc.algorithms.guard import (
     GuardDecision,
     StepGuard,
     broken,
+    effective_sample_share,
     guarded_figures,
+    length_figures,
     refusal,
+    reward_figures,
+    staleness,
+    staleness_figures,
 )
 from rlhpc.config.tables_algorithm import GuardConfig
-from rlhpc.protocol.types import StepLimits
+from rlhpc.protocol.types import FinishReason, StepLimits, Verdict
+
+# ----------------------------------------------------------------------------------------------- What the guard decides
 
 FINE = {"mismatch_kl": 1e-4, "ess": 0.99, "entropy": 0.5, "grad_norm": 1.0}
 BAD = FINE | {"ess": 0.1}
@@ -42,19 +52,13 @@ def actions(guard: StepGuard, figures: list[dict[str, float]]) -> list[Action]:
     return [judge(guard, each, step).action for step, each in enumerate(figures)]
 
 
-def test_one_step_out_of_bounds_is_a_warning_and_forgotten_after_calm_steps() -> None:
+def test_a_bad_step_is_a_warning_that_is_forgotten_and_the_longer_it_lasts_the_more_is_done() -> None:
     ours = guard()
     assert actions(ours, [BAD, *[FINE] * CALM]) == [Action.WARN, *[Action.OFF] * CALM]
     assert (ours.num_bad_steps, ours.first_bad_step) == (0, -1)
     assert actions(ours, [BAD] * PATIENCE) == [Action.WARN] * PATIENCE
-
-
-def test_the_longer_it_lasts_the_more_is_done() -> None:
     rungs = [Action.WARN, Action.TIGHTEN, Action.SKIP, Action.STOP]
     assert actions(guard(), [BAD] * (4 * PATIENCE)) == [rung for rung in rungs for _ in range(PATIENCE)]
-
-
-def test_steps_out_of_bounds_add_up_while_fewer_than_calm_steps_lie_between() -> None:
     ours = guard()
     for _ in range(PATIENCE):
         assert judge(ours, BAD).action is Action.WARN
@@ -79,9 +83,15 @@ def test_a_step_is_refused_only_by_limits_that_were_known_before_it() -> None:
     assert broken(ours.limits(), FINE) == ()
 
 
-def test_each_figure_has_its_bounds() -> None:
+def test_figures_are_those_of_the_metrics_each_has_its_bounds_and_one_that_is_missing_is_no_reason() -> None:
     for name, value in (("mismatch_kl", 0.2), ("ess", 0.29), ("entropy", 1e-4), ("entropy", 6.0)):
         assert judge(guard(), FINE | {name: value}).broken == (name,)
+    assert guarded_figures({"loss": 1.0, "grad_norm": math.nan, "entropy": math.inf}) == {}
+    assert judge(guard(), {}).action is Action.OFF
+    means = {"mismatch_kl": 0.01, "entropy": 2.0, "grad_norm": 3.0, "importance_weight": 0.5}
+    found = guarded_figures(means | {"importance_weight_squared": 1.0})
+    assert found == {"mismatch_kl": 0.01, "entropy": 2.0, "grad_norm": 3.0, "ess": 0.25}
+    assert "ess" not in guarded_figures(means)
 
 
 def test_a_gradient_norm_is_held_against_those_before_it_and_not_before_there_are_some() -> None:
@@ -94,21 +104,15 @@ def test_a_gradient_norm_is_held_against_those_before_it_and_not_before_there_ar
     assert judge(ours, FINE | {"grad_norm": highest * 1.01}).broken == ("grad_norm",)
 
 
-def test_norms_that_hardly_vary_may_still_grow_fivefold() -> None:
+def test_a_lasting_change_of_the_norm_becomes_the_reference_and_norms_of_refused_steps_do_not_shift_it() -> None:
     ours = guard("warn")
     actions(ours, [FINE] * MIN_NORMS)
     assert ours.bounds().highs["grad_norm"] == pytest.approx(math.exp(8 * 0.2))
-
-
-def test_a_lasting_change_of_the_gradient_norm_becomes_the_reference() -> None:
     ours = guard("warn")
     actions(ours, [FINE] * NUM_NORMS)
     found = actions(ours, [FINE | {"grad_norm": 50.0}] * NUM_NORMS)
     assert found[0] is Action.WARN
     assert found[-1] is Action.OFF
-
-
-def test_norms_of_refused_steps_do_not_shift_the_reference() -> None:
     ours = guard("skip", patience_steps=1)
     actions(ours, [FINE] * NUM_NORMS)
     actions(ours, [BAD] * 2)
@@ -123,18 +127,6 @@ def test_a_long_alarm_is_told_now_and_then_and_each_stronger_action_always() -> 
         False
     ] * 2
     assert all(judge(guard("stop", patience_steps=1), BAD).is_news for _ in range(3))
-
-
-def test_figures_that_are_missing_or_not_finite_are_no_reason() -> None:
-    assert guarded_figures({"loss": 1.0, "grad_norm": math.nan, "entropy": math.inf}) == {}
-    assert judge(guard(), {}).action is Action.OFF
-
-
-def test_figures_are_those_of_the_metrics() -> None:
-    means = {"mismatch_kl": 0.01, "entropy": 2.0, "grad_norm": 3.0, "importance_weight": 0.5}
-    found = guarded_figures(means | {"importance_weight_squared": 1.0})
-    assert found == {"mismatch_kl": 0.01, "entropy": 2.0, "grad_norm": 3.0, "ess": 0.25}
-    assert "ess" not in guarded_figures(means)
 
 
 def test_a_refusal_names_what_is_out_of_limits_and_a_repeated_one_needs_no_reason() -> None:
@@ -175,3 +167,71 @@ def test_only_an_alarm_that_may_stop_the_run_needs_the_checkpoints_before_it() -
         ours = guard(action)
         judge(ours, figures)
         assert ours.may_end_the_run is needs
+
+
+# --------------------------------------------------------------------------------------------------------- diagnostics
+
+FIRST = group(
+    scored(rollout(0, length=2), 1.0, format=0.5),
+    scored(rollout(1, length=6, finish_reason=FinishReason.LENGTH), 0.0, format=0.0),
+)
+SECOND = group(scored(rollout(0, length=4), 0.0), scored(rollout(1, length=4), 0.0), admitted_version=1)
+SOLVED = group(scored(rollout(0, length=4), 1.0), scored(rollout(1, length=4), 1.0))
+FAILED = group(scored(rollout(0), 1.0), scored(rollout(1), 99.0, Verdict.VERIFIER_ERROR))
+
+
+def test_reward_figures_count_members_and_groups_and_no_verifier_that_failed() -> None:
+    figures = reward_figures([FIRST, SECOND, SOLVED])
+    assert figures["reward/mean"] == 0.5
+    assert figures["reward/correct_share"] == 0.5
+    assert figures["reward/zero_spread_share"] == pytest.approx(2 / 3)
+    assert figures["group/all_wrong_share"] == pytest.approx(1 / 3)
+    assert figures["group/all_correct_share"] == pytest.approx(1 / 3)
+    assert figures["reward_part/format"] == 0.25
+    # A reward for parts of an answer is above 0 without any answer being correct.
+    partly = group(*(scored(rollout(index), 0.3, Verdict.WRONG) for index in range(2)))
+    figures = reward_figures([partly])
+    assert (figures["group/all_wrong_share"], figures["group/all_correct_share"]) == (1, 0)
+    figures = reward_figures([FAILED])
+    assert figures["reward/mean"] == 1.0
+    assert figures["reward/std"] == 0.0
+
+
+def test_length_figures_tell_truncation_and_turns_and_nothing_without_groups() -> None:
+    figures = length_figures([FIRST, SECOND])
+    assert figures["length/completion_mean"] == 4
+    assert figures["length/completion_max"] == 6
+    assert figures["length/truncated_share"] == 0.25
+    assert figures["length/prompt_mean"] == 2
+    assert (figures["length/turns_mean"], figures["length/read_share"]) == (1, 0)
+    talk = (
+        replace(rollout(0, length=3), loss_mask=np.array([0, 1, 0], np.bool_)),
+        replace(rollout(1, length=3), loss_mask=np.array([1, 0, 1], np.bool_)),
+    )
+    figures = length_figures([group(*(scored(each, 1.0) for each in talk))])
+    assert figures["length/turns_mean"] == 1.5
+    assert figures["length/read_share"] == 0.5
+    assert reward_figures([]) == {}
+    assert length_figures([]) == {}
+    assert staleness_figures([], 3) == {}
+
+
+def test_staleness_counts_from_admission_and_per_token_from_sampling() -> None:
+    mixed = group(scored(rollout(0, versions=np.array([3, 3, 4], np.int32)), 1.0), scored(rollout(1), 0.0))
+    figures = staleness_figures([mixed], policy_version=5)
+    assert figures["staleness/mean"] == 2
+    assert figures["staleness/max"] == 2
+    assert figures["staleness/token_mean"] == pytest.approx((2 + 2 + 1 + 1 + 1 + 1) / 6)
+    assert figures["rollout/spanning_update_share"] == 0.5
+    assert figures["rollout/num_versions_max"] == 2
+    assert staleness([mixed, SECOND], 5).tolist() == [2, 2, 4, 4]
+
+
+def test_effective_share_is_one_for_equal_weights_and_falls_with_their_spread() -> None:
+    def share(weights: np.ndarray) -> float:
+        sums = {"importance_weight": float(weights.sum()), "importance_weight_squared": float((weights**2).sum())}
+        return effective_sample_share(sums, len(weights))
+
+    assert share(np.full(10, 0.3)) == pytest.approx(1.0)
+    assert share(np.array([1.0] + [0.0] * 9)) == pytest.approx(0.1)
+    assert share(np.zeros(3)) == 0.0

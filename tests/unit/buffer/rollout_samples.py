@@ -1,14 +1,26 @@
-"""Prompts, rollouts and groups for tests of the buffer, drawn from their ids."""
+"""Prompts, rollouts, groups and drafts of completions for tests of the buffer, drawn from their ids."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams, ScoredRollout, Verdict
+from rlhpc.buffer.prefixes import PartialRollout, id_checksum
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.protocol.types import (
+    FinishReason,
+    Prefix,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    ScoredRollout,
+    Verdict,
+)
 
 
 @dataclass
@@ -22,8 +34,8 @@ class ManualClock:
         self.now_s += seconds
 
 
-def make_ledger(clock: ManualClock, **changes: Any) -> AdmissionLedger:
-    settings = {
+def ledger_settings(clock: ManualClock, **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
         "num_slots": 4,
         "window_groups": 2,
         "groups_per_step": 2,
@@ -33,7 +45,21 @@ def make_ledger(clock: ManualClock, **changes: Any) -> AdmissionLedger:
         "max_attempts": 3,
         "clock": clock,
     }
-    return AdmissionLedger(**(settings | changes))
+    return settings | changes
+
+
+def make_ledger(clock: ManualClock, **changes: Any) -> AdmissionLedger:
+    return AdmissionLedger(**ledger_settings(clock, **changes))
+
+
+def make_writer(directory: Path, first_index: int = 0) -> SegmentWriter:
+    return SegmentWriter(
+        directory, first_index, run_name="test", run_attempt=0, max_groups=8, max_s=60.0, clock=ManualClock()
+    )
+
+
+def make_prefix(length: int) -> Prefix:
+    return Prefix(np.arange(length, dtype=np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32))
 
 
 def make_prompt(prompt_id: int) -> Prompt:
@@ -100,3 +126,42 @@ def _assert_same_rollout(mine: Rollout, theirs: Rollout) -> None:
 def _assert_same_prompt(mine: Prompt, theirs: Prompt) -> None:
     assert (mine.prompt_id, mine.task, mine.reference) == (theirs.prompt_id, theirs.task, theirs.reference)
     assert mine.token_ids.tobytes() == theirs.token_ids.tobytes()
+
+
+# -------------------------------------------- Drafts of completions, and pieces of them, for tests of partial rollouts
+
+
+def make_draft(seed: int, length: int, shared: Prefix | None = None) -> Prefix:
+    """A completion; shared: what it begins with."""
+    rng = np.random.default_rng([seed, length])
+    draft = Prefix(
+        rng.integers(0, 150_000, length, dtype=np.int32),
+        -rng.random(length, dtype=np.float32),
+        np.sort(rng.integers(4, 7, length, dtype=np.int32)),
+    )
+    if shared is None:
+        return draft
+    own = part_of(draft, len(shared.token_ids), length)
+    return Prefix(
+        np.concatenate([shared.token_ids, own.token_ids]),
+        np.concatenate([shared.behaviour_logprobs, own.behaviour_logprobs]),
+        np.concatenate([shared.versions, own.versions]),
+    )
+
+
+def part_of(draft: Prefix, start: int, end: int) -> Prefix:
+    return Prefix(draft.token_ids[start:end], draft.behaviour_logprobs[start:end], draft.versions[start:end])
+
+
+def piece_of(draft: Prefix, start: int, end: int, *, member: tuple[int, int] = (0, 0)) -> PartialRollout:
+    before = id_checksum(draft.token_ids[:start])
+    return PartialRollout(member[0], member[1], member[0], start, before, part_of(draft, start, end))
+
+
+def is_beginning_of(known: Prefix, draft: Prefix) -> bool:
+    mine = part_of(draft, 0, len(known.token_ids))
+    return all(
+        getattr(known, name).tobytes() == getattr(mine, name).tobytes()
+        and getattr(known, name).dtype == getattr(mine, name).dtype
+        for name in ("token_ids", "behaviour_logprobs", "versions")
+    )

@@ -16,13 +16,14 @@ from rollout_samples import (
     ManualClock,
     assert_same_group,
     assert_same_scored,
+    ledger_settings,
     make_group,
     make_ledger,
+    make_prefix,
     make_prompt,
     make_scored,
+    make_writer,
 )
-from test_ledger import make_prefix, settings
-from test_rollout_buffer import make_writer
 
 from launch.view.rollouts import found_groups
 from rlhpc.base.run_directory import RunLayout
@@ -230,7 +231,7 @@ def test_what_a_checkpoint_knows_is_not_read_again(layout: RunLayout, tmp_path: 
     assert [(r.scored.rollout.group_id, r.scored.rollout.sample_index) for r in history.rollouts] == [(3, 1)]
     assert list(history.admitted) == [4]
     assert history.batches == {}
-    ledger = AdmissionLedger.from_state(state["ledger"], **settings(ManualClock()))
+    ledger = AdmissionLedger.from_state(state["ledger"], **ledger_settings(ManualClock()))
     again = RolloutBuffer(ledger, make_writer(layout.rollouts, state["next_segment_index"]))
     again.load(directory)
     prompts = draw()

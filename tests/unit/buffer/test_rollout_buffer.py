@@ -6,14 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_samples import ManualClock, assert_same_group, make_group, make_ledger, make_prompt, make_scored
-from test_ledger import settings
+from rollout_samples import (
+    ManualClock,
+    assert_same_group,
+    ledger_settings,
+    make_group,
+    make_ledger,
+    make_prompt,
+    make_scored,
+    make_writer,
+)
 
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.segments import (
-    SegmentWriter,
     read_rollouts_directory,
     read_segment,
     segment_paths,
@@ -21,18 +28,6 @@ from rlhpc.buffer.segments import (
 )
 from rlhpc.protocol.errors import CheckpointError, LedgerError
 from rlhpc.protocol.types import FinishReason, Verdict
-
-
-def make_writer(directory: Path, first_index: int = 0) -> SegmentWriter:
-    return SegmentWriter(
-        directory,
-        first_index,
-        run_name="test",
-        run_attempt=0,
-        max_groups=8,
-        max_s=60.0,
-        clock=ManualClock(),
-    )
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ def deliver(buffer: RolloutBuffer, *group_ids: int) -> None:
 
 def restore(directory: Path, rollouts: Path, state: dict) -> RolloutBuffer:
     state = json.loads(json.dumps(state))
-    ledger = AdmissionLedger.from_state(state["ledger"], **settings(ManualClock()))
+    ledger = AdmissionLedger.from_state(state["ledger"], **ledger_settings(ManualClock()))
     set_aside_lost_segments(rollouts, state["next_segment_index"], attempt=1)
     buffer = RolloutBuffer(ledger, make_writer(rollouts, state["next_segment_index"]))
     buffer.load(directory)
@@ -79,16 +74,6 @@ def test_a_group_goes_from_its_members_to_the_record_of_its_step(buffer, rollout
     assert [(r.group.group_id, r.consumed_step, r.drop_reason) for r in recorded] == [(0, 5, None), (1, 5, None)]
     assert_same_group(recorded[1].group, make_group(1))
     assert buffer.ledger.counts()["free_slots"] == 3
-
-
-def test_a_group_is_complete_with_its_last_member_and_ordered_by_sample_index(rollouts):
-    buffer = RolloutBuffer(make_ledger(ManualClock(), group_size=3), make_writer(rollouts))
-    admit(buffer, 0)
-    assert buffer.deliver("g-0", make_scored(0, 2)) is None
-    assert buffer.deliver("g-1", make_scored(0, 0)) is None
-    assert buffer.ledger.counts()["finished"] == 0
-    assert_same_group(buffer.deliver("g-0", make_scored(0, 1)), make_group(0, 3))
-    assert buffer.ledger.counts()["finished"] == 1
 
 
 def test_of_two_copies_the_first_counts_whatever_the_second_holds(buffer):
@@ -140,15 +125,6 @@ def test_a_dropped_group_is_recorded_with_the_members_that_had_arrived(buffer, r
     ]
     assert recorded[2].group.prompt.reference == "#### 2"
     assert buffer.ledger.counts()["free_slots"] == 4
-
-
-def test_what_is_taken_is_not_dropped(buffer):
-    admit(buffer, 0, 1)
-    deliver(buffer, 0, 1)
-    buffer.take(2, step=0)
-    with pytest.raises(LedgerError, match="taken for step 0"):
-        buffer.drop(0, DropReason.NO_SPREAD)
-    assert buffer.segments.num_pending == 0
 
 
 def test_an_aborted_rollout_is_never_delivered(buffer):

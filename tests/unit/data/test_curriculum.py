@@ -1,4 +1,4 @@
-"""Who is left out when its turn comes, and that a restart draws the same."""
+"""Who is left out when its turn comes; several datasets as one source; a restart draws the same."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import make_tokenizer_files
+from checkpoints import make_tokenizer_files, write_jsonl
 
+from rlhpc.config.rules import Config
 from rlhpc.config.tables import DataConfig
 from rlhpc.config.tables_algorithm import CurriculumConfig
-from rlhpc.data.curriculum import Curriculum, rollouts_for_a_pass
+from rlhpc.data.curriculum import Curriculum, open_prompt_source, rollouts_for_a_pass, validate_datasets
 from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.prompts import SeededPrompts
 from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.protocol.contracts import PromptSource
 from rlhpc.protocol.errors import CheckpointError, DataError
+from rlhpc.protocol.types import Prompt
 
 NUM = 10  # records; the reference of each is its number, its difficulty too
 
@@ -89,11 +92,17 @@ def test_solved_and_hopeless_prompts_rest_for_so_many_epochs_and_come_back(make)
     assert student.curriculum.figures()["prompt/left_out_total"] == 4
 
 
-def test_who_is_solved_or_hopeless_is_a_matter_of_bounds(make) -> None:
+def test_who_is_solved_or_hopeless_is_a_matter_of_bounds_and_one_just_at_a_bound_counts(make) -> None:
     rules = {"solved_rest_epochs": 9, "solved_at": 0.75, "hopeless_rest_epochs": 9, "hopeless_at": 0.25}
     student = Student(make(**rules), {0: 0.75, 1: 0.74, 2: 0.25, 3: 0.26})
     student.ask(NUM)
     assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {0, 2})
+    rules = {"solved_rest_epochs": 9, "solved_at": 0.9, "hopeless_rest_epochs": 9, "hopeless_at": 0.1}
+    student = Student(make(**rules), {0: 0.9, 1: 0.1})  # 9 of 10 and 1 of 10, which float32 has not exactly
+    student.ask(NUM)
+    assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {0, 1})
+    figures = student.curriculum.figures()
+    assert (figures["prompt/solved_share"], figures["prompt/hopeless_share"]) == pytest.approx((0.1, 0.1))
 
 
 def test_a_prompt_that_was_learnt_rests_after_one_perfect_group_whatever_came_before(make) -> None:
@@ -106,15 +115,6 @@ def test_a_prompt_that_was_learnt_rests_after_one_perfect_group_whatever_came_be
     assert (figures["prompt/solved_share"], figures["prompt/hopeless_share"]) == pytest.approx((0.1, 0.1))
 
 
-def test_a_rate_that_is_just_at_a_bound_is_solved_or_hopeless_and_counted_as_such(make) -> None:
-    rules = {"solved_rest_epochs": 9, "solved_at": 0.9, "hopeless_rest_epochs": 9, "hopeless_at": 0.1}
-    student = Student(make(**rules), {0: 0.9, 1: 0.1})  # 9 of 10 and 1 of 10, which float32 has not exactly
-    student.ask(NUM)
-    assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {0, 1})
-    figures = student.curriculum.figures()
-    assert (figures["prompt/solved_share"], figures["prompt/hopeless_share"]) == pytest.approx((0.1, 0.1))
-
-
 def test_where_all_rest_epochs_pass_until_one_comes_back(make) -> None:
     student = Student(make(solved_rest_epochs=1000), dict.fromkeys(range(NUM), 1.0))
     first = student.ask(NUM)
@@ -122,7 +122,7 @@ def test_where_all_rest_epochs_pass_until_one_comes_back(make) -> None:
     assert student.curriculum.figures()["prompt/left_out_total"] == 1000 * NUM
 
 
-def test_a_target_makes_prompts_rarer_the_farther_they_are_from_it(make) -> None:
+def test_a_target_makes_prompts_rarer_the_farther_they_are_from_it_by_the_seeds_chances(make) -> None:
     rates = {n: n / (NUM - 1) for n in range(NUM)}
     student = Student(make(target_pass_rate=0.5, min_chance=0.1), rates)
     asked = np.bincount(student.ask(4000), minlength=NUM)
@@ -130,11 +130,10 @@ def test_a_target_makes_prompts_rarer_the_farther_they_are_from_it(make) -> None
     expected = 4000 * chance / chance.sum()
     assert np.abs(asked - expected).max() < 5 * np.sqrt(expected.max())
     assert asked[0] < asked[2] < asked[4]
-
-
-def test_of_prompts_that_were_never_asked_none_is_left_out(make) -> None:
     student = Student(make(200, target_pass_rate=0.9, min_chance=0.01), {})
     assert len(set(student.ask(200))) == 200
+    first, second = (Student(make(target_pass_rate=0.5, seed=seed), {0: 0.0, 1: 1.0}) for seed in (1, 2))
+    assert first.ask(100) != second.ask(100)
 
 
 def test_a_stage_is_left_when_its_newest_groups_pass_and_easier_prompts_stay_in(make) -> None:
@@ -256,11 +255,6 @@ def test_a_dataset_of_a_million_is_drawn_from_without_delay(make) -> None:
     assert len(json.dumps(curriculum.state())) < 100_000
 
 
-def test_two_seeds_have_two_series_of_chances(make) -> None:
-    first, second = (Student(make(target_pass_rate=0.5, seed=seed), {0: 0.0, 1: 1.0}) for seed in (1, 2))
-    assert first.ask(100) != second.ask(100)
-
-
 # --------------------------------------------------------------------------------------------- how often one is sampled
 
 
@@ -289,3 +283,174 @@ def test_what_was_learnt_before_the_live_version_says_how_often_a_prompt_is_samp
     again = curriculum.draw(1)
     assert (again.reference, curriculum.num_rollouts(again.prompt_id)) == ("0", 11)
     assert make(2, shuffle=False).num_rollouts(again.prompt_id) == 0  # off
+
+
+# --------------------------------------------------------------------------------------- Several datasets as one source
+
+WEIGHTS = {"math": 5.0, "code": 2.0, "chat": 0.5}
+SIZES = {"math": 7, "code": 4, "chat": 4}
+
+
+@pytest.fixture
+def open_source_of(tmp_path: Path):
+    make_tokenizer_files(tmp_path / "model")
+    for name, size in SIZES.items():
+        write_jsonl(
+            tmp_path / f"{name}.jsonl", [{"prompt": f"{n} + 0 =", "answer": f"{name} {n}"} for n in range(size)]
+        )
+
+    def open_source(names: tuple[str, ...] = tuple(WEIGHTS), **changes: Any) -> PromptSource:
+        return open_prompt_source(config_of(tmp_path, names, **changes))
+
+    return open_source
+
+
+def config_of(root: Path, names: tuple[str, ...], **changes: Any) -> Config:
+    tables = {
+        "run": {"name": "test", "num_steps": 1, "seed": 3},
+        "model": {"path": root / "model"},
+        "data": [{"path": root / f"{name}.jsonl", "task": f"task_{name}", "weight": WEIGHTS[name]} for name in names],
+        "generation": {"max_prompt_tokens": 20, "max_completion_tokens": 8},
+        "admission": {"groups_per_step": 2, "group_size": 2},
+        "trainer": {"token_budget": 64},
+    }
+    return Config.model_validate(tables | changes)
+
+
+def dataset_of(prompt: Prompt) -> str:
+    return prompt.reference.partition(" ")[0]
+
+
+def test_every_dataset_has_its_share_in_every_stretch_of_prompts(open_source_of) -> None:
+    source, total = open_source_of(), sum(WEIGHTS.values())
+    drawn = [dataset_of(source.draw(0)) for _ in range(300)]
+    for first in range(0, 300, 17):
+        for last in range(first + 1, 301, 23):
+            for name, weight in WEIGHTS.items():
+                expected = (last - first) * weight / total
+                assert abs(drawn[first:last].count(name) - expected) < 2
+    assert {name: drawn.count(name) for name in WEIGHTS} == {"math": 200, "code": 80, "chat": 20}
+
+
+def test_a_record_is_named_the_same_in_every_epoch_and_attempt_and_as_no_other(open_source_of) -> None:
+    source, records = open_source_of(), {}
+    for prompt in (source.draw(0) for _ in range(100)):
+        name = source.record_of(prompt.prompt_id)
+        assert records.setdefault(name.key, prompt.reference) == prompt.reference
+        assert name.source.endswith(f"{dataset_of(prompt)}.jsonl:{int(prompt.reference.split()[1]) + 1}")
+        assert open_source_of().record_of(prompt.prompt_id) == name
+    assert len(records) == sum(SIZES.values())
+    assert open_source_of(("math",)).record_of(3).key in map(str, range(SIZES["math"]))
+
+
+def test_the_number_of_a_prompt_tells_its_dataset_and_grows_within_it(open_source_of) -> None:
+    source = open_source_of()
+    drawn = [source.draw(0) for _ in range(60)]
+    names = list(WEIGHTS)
+    for place, name in enumerate(names):
+        own = [prompt for prompt in drawn if dataset_of(prompt) == name]
+        assert [prompt.prompt_id for prompt in own] == [place + len(names) * n for n in range(len(own))]
+        assert {prompt.task for prompt in own} == {f"task_{name}"}
+    for prompt in drawn:
+        assert source.peek(prompt.prompt_id).reference == prompt.reference
+    epoch = [prompt.reference for prompt in drawn if dataset_of(prompt) == "math"][: SIZES["math"]]
+    assert sorted(epoch) == [f"math {n}" for n in range(SIZES["math"])]
+
+
+def test_datasets_of_one_size_have_orders_of_their_own_and_the_first_has_that_of_a_run_on_it_alone(
+    open_source_of,
+) -> None:
+    def order(source: PromptSource, name: str) -> list[str]:
+        references = (source.draw(0).reference for _ in range(100))
+        return [each.partition(" ")[2] for each in references if each.startswith(name)][: SIZES[name]]
+
+    alone = open_source_of(("code",))
+    assert isinstance(alone, Curriculum)
+    both = ("code", "chat")
+    assert order(open_source_of(both), "code") == order(alone, "code") != order(open_source_of(both), "chat")
+
+
+def test_a_restart_draws_from_several_datasets_what_the_uninterrupted_run_draws(open_source_of) -> None:
+    rules = {"curriculum": {"solved_rest_epochs": 2, "hopeless_rest_epochs": 1}}
+
+    def ask(source: PromptSource, first: int, last: int) -> list[int]:
+        drawn = []
+        for group_id in range(first, last):
+            prompt = source.draw(group_id)
+            drawn.append(prompt.prompt_id)
+            source.learn(group_id, group_id, prompt.prompt_id, (prompt.prompt_id * 7 % 5) / 4)
+        return drawn
+
+    uninterrupted = open_source_of(**rules)
+    ask(uninterrupted, 0, 41)
+    restarted = open_source_of(**rules)
+    restarted.load_state(json.loads(json.dumps(uninterrupted.state())))
+    assert ask(restarted, 41, 150) == ask(uninterrupted, 41, 150)
+    assert restarted.figures() == uninterrupted.figures()
+
+
+def test_what_was_drawn_is_drawn_again_by_number_and_a_lost_one_is_of_whose_turn_it_was(open_source_of) -> None:
+    source, again = open_source_of(), open_source_of()
+    drawn = [source.draw(0).prompt_id for _ in range(40)]
+    lost = {3, 4, 17}
+    assert [again.draw_again(None if n in lost else prompt_id).prompt_id for n, prompt_id in enumerate(drawn)] == drawn
+    assert again.state() == source.state()
+
+
+def test_a_checkpoint_of_other_datasets_is_refused(open_source_of) -> None:
+    source = open_source_of()
+    with pytest.raises(CheckpointError, match=r"of 1 datasets, and this run has 3"):
+        source.load_state(open_source_of(("math",)).state())
+    with pytest.raises(CheckpointError, match=r"of 2 datasets, and this run has 3"):
+        source.load_state(open_source_of(("math", "code")).state())
+    with pytest.raises(CheckpointError, match="dataset math: the checkpoint's prompts have dataset="):
+        source.load_state(open_source_of(("code", "math", "chat")).state())
+    state = source.state()
+    state["datasets"][1]["dataset"] = "another"
+    with pytest.raises(CheckpointError, match="dataset code: the checkpoint's prompts have dataset='another'"):
+        source.load_state(state)
+    with pytest.raises(CheckpointError, match="have seed=None"):
+        open_source_of(("math",)).load_state(source.state())
+
+
+def test_figures_are_those_of_all_prompts_and_of_every_dataset(open_source_of) -> None:
+    source = open_source_of()
+    for group_id in range(40):
+        prompt = source.draw(group_id)
+        source.learn(group_id, group_id, prompt.prompt_id, 1.0 if dataset_of(prompt) == "code" else 0.0)
+    source.draw(1000)
+    figures = source.figures()
+    assert figures["dataset_solved_share/code"] == figures["dataset_hopeless_share/math"] == 1.0
+    num_known = {name: figures[f"dataset_known_share/{name}"] * SIZES[name] for name in WEIGHTS}
+    assert figures["prompt/known_share"] == pytest.approx(sum(num_known.values()) / sum(SIZES.values()))
+    assert figures["prompt/solved_share"] == pytest.approx(num_known["code"] / sum(num_known.values()))
+    assert figures["prompt/stage"] == 0
+
+
+def test_every_dataset_is_looked_through_before_a_run_is_started_by_its_own_limit(
+    open_source_of, tmp_path: Path
+) -> None:
+    open_source_of()
+    config = config_of(tmp_path, tuple(WEIGHTS))
+    short = config.data[1].model_copy(update={"max_prompt_tokens": 2})
+    with pytest.raises(DataError, match=r"code.jsonl:1: the prompt has \d tokens; legal: 1 to .*=2"):
+        validate_datasets(config.model_copy(update={"data": (config.data[0], short)}))
+    open_source_of()
+    config = config_of(tmp_path, tuple(WEIGHTS))
+    assert [found.num_records for found in validate_datasets(config)] == list(SIZES.values())
+    write_jsonl(tmp_path / "chat.jsonl", [{"prompt": "1", "answer": "2"}, {"prompt": "1"}])
+    with pytest.raises(DataError, match=r"chat.jsonl:2: no field 'answer'"):
+        validate_datasets(config)
+
+
+def test_a_dataset_without_a_name_may_be_moved(open_source_of, tmp_path: Path) -> None:
+    source = open_source_of()
+    drawn = [source.draw(0).prompt_id for _ in range(9)]
+    (tmp_path / "code.jsonl").rename(tmp_path / "moved.jsonl")
+    config = config_of(tmp_path, tuple(WEIGHTS))
+    moved = config.data[1].model_copy(update={"path": tmp_path / "moved.jsonl"})
+    again = open_prompt_source(config.model_copy(update={"data": (config.data[0], moved, config.data[2])}))
+    again.load_state(source.state())
+    expected = [source.draw(0).prompt_id for _ in range(20)]
+    assert len(drawn) == 9
+    assert [again.draw(0).prompt_id for _ in range(20)] == expected

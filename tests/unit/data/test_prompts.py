@@ -1,3 +1,5 @@
+"""The seeded order of prompts, and what is found out about a dataset before a run."""
+
 from __future__ import annotations
 
 import json
@@ -9,12 +11,16 @@ from checkpoints import CHATML, make_tokenizer_files, sums, write_jsonl
 
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import DataConfig
+from rlhpc.config.tables_services import JudgeConfig
+from rlhpc.data import validation
 from rlhpc.data.curriculum import validate_datasets
 from rlhpc.data.prompt_form import DialogueTemplate, PromptForm
 from rlhpc.data.prompts import SeededPrompts, open_prompts
 from rlhpc.data.record_source import Record, read_records, reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.data.validation import refuse_bad_references
 from rlhpc.protocol.errors import CheckpointError, ConfigError, DataError
+from rlhpc.rewards.registry import reference_check
 
 
 @pytest.fixture
@@ -56,46 +62,26 @@ def references(prompts: SeededPrompts, count: int) -> list[str]:
     return [prompts.draw().reference for _ in range(count)]
 
 
-def test_every_epoch_holds_every_record_once_in_another_order(tokenizer):
+def test_every_epoch_holds_every_record_once_in_an_order_that_a_seed_says_and_never_changes(tokenizer):
     prompts = make_prompts(tokenizer)
     first, second = references(prompts, 10), references(prompts, 10)
     assert sorted(first) == sorted(second) == sorted(record["answer"] for record in sums(10))
     assert first != second
-
-
-def test_the_order_of_a_seed_never_changes(tokenizer):
-    """Frozen figures: a run that resumes under another numpy must go on in the same order."""
+    # Frozen figures: a run that resumes under another numpy must go on in the same order.
     drawn = [int(reference.split("####")[1]) // 2 for reference in references(make_prompts(tokenizer), 20)]
     assert drawn == FROZEN_ORDER
-
-
-def test_another_seed_is_another_order(tokenizer):
     assert references(make_prompts(tokenizer), 10) != references(make_prompts(tokenizer, seed=1), 10)
-
-
-def test_without_shuffling_the_order_is_that_of_the_file(tokenizer):
     expected = [record["answer"] for record in sums(10)]
     assert references(make_prompts(tokenizer, shuffle=False), 20) == expected * 2
 
 
-def test_the_prompt_id_counts_over_all_epochs(tokenizer):
-    prompts = make_prompts(tokenizer, 3)
-    assert [prompts.draw().prompt_id for _ in range(8)] == list(range(8))
-
-
-def test_a_prompt_holds_the_filled_template_and_the_raw_reference(tokenizer):
+def test_a_prompt_holds_the_filled_template_in_which_braces_of_a_record_are_only_text(tokenizer):
     prompts = make_prompts(tokenizer, prompt_template="Question: {question} {{think}}", shuffle=False)
     prompt = prompts.draw()
     assert tokenizer.decode(prompt.token_ids) == "Question: 0+0=? {think}"
     assert (prompt.task, prompt.reference) == ("integer", "0 and 0.\n#### 0")
-
-
-def test_braces_in_a_record_are_only_text(tokenizer):
     records = [Record({"question": "{answer} {0}", "answer": "1"}, "train.jsonl:1")]
     assert tokenizer.decode(make_prompts(tokenizer, records=records).draw().token_ids) == "{answer} {0}"
-
-
-def test_a_chat_template_wraps_the_filled_template(tokenizer):
     prompts = make_prompts(tokenizer, prompt_template="Solve {question}", use_chat_template=True, shuffle=False)
     text = tokenizer.decode(prompts.draw().token_ids, keep_special_tokens=True)
     assert text == "<bos><turn>user: Solve 0+0=?</turn>\n<turn>assistant: "
@@ -127,16 +113,13 @@ def test_a_damaged_cursor_is_refused(tokenizer, cursor):
         prompts.load_state(prompts.state() | {"cursor": cursor})
 
 
-def test_a_record_that_makes_no_prompt_is_named_and_not_skipped(tokenizer):
+def test_a_record_that_makes_no_prompt_or_one_of_no_token_is_named_and_not_skipped(tokenizer):
     records = [Record({"question": "x" * 65, "answer": "1"}, "train.jsonl:4")]
     prompts = make_prompts(tokenizer, records=records)
     for _ in range(2):
         with pytest.raises(DataError, match=r"train\.jsonl:4: the prompt has 65 tokens; legal: 1 to .*=64"):
             prompts.draw()
     assert prompts.state()["cursor"] == 0
-
-
-def test_a_prompt_of_no_token_is_refused(tokenizer):
     with pytest.raises(DataError, match="is empty, and nothing else asks"):
         make_prompts(tokenizer, records=[Record({"question": "", "answer": "1"}, "train.jsonl:1")]).draw()
 
@@ -207,3 +190,179 @@ def test_an_environment_is_given_the_whole_record_and_its_task_a_reference(token
     )
     assert judged_by_itself.validate(lambda task: None).num_references_counted == 0
     assert reference_of(judged_by_itself.draw().reference, "answer") == ""
+
+
+# --------------------------------------- What is found out about a dataset before a run, and that it is found out once
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RLHPC_CACHE", str(tmp_path / "cache"))
+    make_tokenizer_files(tmp_path / "model", chat_template=CHATML)
+
+    def config(records: list[dict[str, Any]] | None = None, limit: int = 40, **data: Any) -> Config:
+        if records is not None:
+            write_jsonl(tmp_path / "train.jsonl", records)
+        return Config.model_validate(
+            {
+                "run": {"name": "test", "num_steps": 1},
+                "model": {"path": tmp_path / "model"},
+                "data": {"path": tmp_path / "train.jsonl", "task": "regex", "prompt_template": "Q: {question}", **data},
+                "generation": {"max_prompt_tokens": limit, "max_completion_tokens": 16},
+                "admission": {"groups_per_step": 2, "group_size": 2},
+                "trainer": {"token_budget": 64},
+            }
+        )
+
+    return config
+
+
+def test_the_first_prompt_is_shown_as_the_tokenizer_gets_it(make) -> None:
+    (found,) = validate_datasets(make(sums(3), use_chat_template=True))
+    assert found.example == "<bos><turn>user: Q: 0+0=?</turn>\n<turn>assistant: "
+    assert (found.example_tokens, found.example_source[-2:]) == (30, ":1")
+
+
+def test_references_that_no_completion_can_hold_are_counted(make) -> None:
+    records = [{"question": "?", "answer": "x" * length} for length in (3, 16, 17, 40)]
+    (found,) = validate_datasets(make(records))
+    assert (found.num_references_counted, found.num_references_longer) == (4, 2)
+    (found,) = validate_datasets(make([{"question": "?", "answer": ["x" * 40]}]))  # tests of a program are no answer
+    assert found.num_references_counted == 0
+
+
+def test_how_many_prompts_are_too_long_is_said_with_the_first(make) -> None:
+    records = [{"question": "x" * length, "answer": "1"} for length in (3, 38, 5, 90, 37)]
+    with pytest.raises(DataError, match=r":2: the prompt has 41 tokens; .* \(2 of 5 prompts, the longest 93 tokens\)$"):
+        validate_datasets(make(records))
+    with pytest.raises(DataError, match=r":4: the prompt has 93 tokens; legal: 1 to .*=41$"):
+        validate_datasets(make(records, limit=41))
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each time that a dataset was looked at."""
+    looks: list[int] = []
+    summarise = validation.summarise
+
+    def counted(records: Any, form: Any, check_of: Any) -> Any:
+        looks.append(len(records))
+        return summarise(records, form, check_of)
+
+    monkeypatch.setattr("rlhpc.data.prompts.summarise", counted)
+    return looks
+
+
+def test_a_dataset_is_looked_at_once(make, looked: list[int]) -> None:
+    assert validate_datasets(make(sums(3))) == validate_datasets(make())
+    assert looked == [3]
+
+
+def test_it_is_looked_at_again_once_anything_has_changed(make, looked: list[int], tmp_path: Path) -> None:
+    validate_datasets(make(sums(3)))
+    (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text().replace("0+0", "0-0"))
+    assert validate_datasets(make())[0].example == "Q: 0-0=?"
+    validate_datasets(make(limit=39))
+    validate_datasets(make(reference_field="question"))
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<pad>"}))
+    validate_datasets(make())
+    model = {"chat_template_kwargs": {"style": "short"}}
+    validate_datasets(make().model_copy(update={"model": make().model.model_copy(update=model)}))
+    assert looked == [3] * 6
+
+
+def test_references_are_checked_again_when_the_file_of_the_judges_template_has_changed(
+    make, looked: list[int], tmp_path: Path
+) -> None:
+    file = tmp_path / "template.txt"
+    config = make(sums(3)).model_copy(update={"judge": JudgeConfig(template_file=str(file))})
+    for text in ("{completion}", "{completion}", "{reference} {completion}"):
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        validate_datasets(config)
+    assert looked == [3, 3]
+
+
+@pytest.mark.parametrize("left", ["", '{"num_rec', "[1]", "{}", '{"of_another": 1}', "\\ud800"])
+def test_what_was_kept_and_is_damaged_is_made_again(make, looked: list[int], tmp_path: Path, left: str) -> None:
+    found = validate_datasets(make(sums(3)))
+    (file,) = (tmp_path / "cache" / "datasets").iterdir()
+    file.write_text(left)
+    assert validate_datasets(make()) == validate_datasets(make()) == found
+    assert looked == [3, 3]
+
+
+def test_a_fault_is_looked_for_again(make, looked: list[int]) -> None:
+    config = make([{"question": "x" * 90, "answer": "1"}])
+    for _ in range(2):
+        with pytest.raises(DataError, match="93 tokens"):
+            validate_datasets(config)
+    assert looked == [1, 1]
+
+
+# ----------------------------- References are looked at before a run: the first bad ones are named, each with its line
+
+
+def even(reference: str) -> None:
+    if int(reference) % 2:
+        raise ValueError(f"reference {reference!r} is odd;\nlegal: an even number")
+
+
+def records(*answers: int) -> list[Record]:
+    return [Record({"answer": answer}, f"train.jsonl:{line}") for line, answer in enumerate(answers, 1)]
+
+
+def test_the_first_bad_references_are_named_a_line_each_and_the_others_counted():
+    with pytest.raises(DataError) as refusal:
+        refuse_bad_references(records(2, 3, 4, *range(5, 19)), "answer", lambda _: "even", lambda _: even)
+    lines = str(refusal.value).splitlines()
+    assert lines[0] == (
+        "train.jsonl:2: field 'answer' (data.reference_field), for data.task='even': "
+        "reference '3' is odd; legal: an even number"
+    )
+    assert [line.partition(": ")[0] for line in lines[1:5]] == [f"train.jsonl:{n}" for n in (4, 6, 8, 10)]
+    assert lines[5:] == ["and 3 more of 17 records"]
+    with pytest.raises(DataError, match=r"^train\.jsonl:2: [^\n]*$"):
+        refuse_bad_references(records(2, 3), "answer", lambda _: "even", lambda _: even)
+
+
+def test_after_its_time_references_are_only_looked_for():
+    seconds = iter(range(100))
+    assert (
+        refuse_bad_references(
+            records(2, 2, 3), "answer", lambda _: "even", lambda _: even, most_s=2.0, clock=lambda: next(seconds)
+        )
+        == 2
+    )
+    with pytest.raises(DataError, match="no field 'solution'"):
+        refuse_bad_references(records(2), "solution", lambda _: "even", lambda _: None)
+    assert refuse_bad_references(records(3), "answer", lambda _: "own:function", lambda _: None) == 0
+
+
+def test_every_dataset_is_checked_by_its_own_task(tmp_path):
+    config = make_config(tmp_path, [*sums(2), {"question": "1+1", "answer": "3"}])
+    asked = []
+
+    def check_of(task: str):
+        asked.append(task)
+        return even
+
+    with pytest.raises(DataError, match=r"train\.jsonl:3: .* legal: an even number"):
+        validate_datasets(config, check_of)
+    assert asked == ["integer"]
+    assert validate_datasets(config)[0].num_references_checked == 0
+
+
+def test_the_whole_record_may_be_the_reference(tmp_path):
+    config = make_config(tmp_path, sums(2), reference_field="*")
+    seen = []
+    validate_datasets(config, lambda _task: seen.append)
+    assert [json.loads(reference) for reference in seen] == sums(2)
+
+
+@pytest.mark.parametrize("task", ["code_functions", "code_stdin", "json_schema", "reasoning_gym"])
+def test_a_reference_of_thousands_of_levels_is_named_with_its_line(task):
+    record = Record({"answer": "[" * 100_000 + "]" * 100_000}, "train.jsonl:1")
+    with pytest.raises(DataError, match=r"train\.jsonl:1: field 'answer'.*recursion"):
+        refuse_bad_references([record], "answer", lambda _: task, reference_check)

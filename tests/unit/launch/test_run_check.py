@@ -32,8 +32,7 @@ from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.protocol.errors import EXIT_CONFIG
-from tests.unit.buffer.partial_samples import make_draft, piece_of
-from tests.unit.buffer.rollout_samples import ManualClock, make_group, make_scored
+from tests.unit.buffer.rollout_samples import ManualClock, make_draft, make_group, make_scored, piece_of
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import flip_one_bit, save
 

@@ -1,7 +1,9 @@
-"""Curves read back are those that TensorBoard shows."""
+"""Curves of a run: read, thinned, drawn, and as tables."""
 
 from __future__ import annotations
 
+import csv
+import io
 import tracemalloc
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlhpc.metrics.curves import merged, read_curves
+from rlhpc.metrics.curves import merged, read_curves, tabulated
 from rlhpc.metrics.tensorboard import Recorder, TensorBoardWriter
 
 
@@ -85,3 +87,43 @@ def test_a_long_run_is_read_with_few_bytes_a_point(tmp_path: Path) -> None:
     num_points = sum(len(curve.steps) for curve in curves.values())
     assert num_points >= 500 * 100
     assert peak < 32 * num_points
+
+
+# ---------------------------------------------------- Curves as a table: a row a step, nothing where there is no point
+
+
+def _recorded(directory: Path, steps: range, seam: int | None = None, begins_s: float = 1e9) -> None:
+    times = iter(range(10_000))
+    recorder = Recorder(directory, seam=seam, wall_clock=lambda: begins_s + next(times))
+    for step in steps:
+        scalars = {"reward/mean": 0.1 * step}
+        if step % 2:
+            scalars["time/checkpoint_s"] = float("nan") if step == 3 else 1.5
+        recorder.step(step, scalars)
+    recorder.close()
+
+
+def test_missing_points_are_empty_and_differ_from_points_that_are_no_number(tmp_path: Path) -> None:
+    _recorded(tmp_path, range(4))
+    lines = list(tabulated(read_curves(tmp_path)).csv_lines())
+    names, *rows = csv.reader(io.StringIO("".join(lines)))
+    assert names == ["step", "unix_time_s", "reward/mean", "time/checkpoint_s"]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert [row[2] for row in rows] == ["0.0", "0.1", "0.2", "0.3"]  # not 0.10000000149011612: float32 holds no more
+    assert [row[3] for row in rows] == ["", "1.5", "", "nan"]
+    assert len(lines) == 5
+
+
+def test_attempts_are_joined_and_what_a_resume_has_undone_is_left_out(tmp_path: Path) -> None:
+    _recorded(tmp_path, range(6))
+    _recorded(tmp_path, range(3, 5), 3, begins_s=2e9)
+    table = tabulated(read_curves(tmp_path))
+    assert table.steps.tolist() == [0, 1, 2, 3, 4]
+    assert (table.unix_times_s > 1.5e9).tolist() == [False, False, False, True, True]
+    assert [points for _, _, points in table.rows()][2] == {"reward/mean": 0.2}
+
+
+def test_without_curves_there_are_no_rows() -> None:
+    table = tabulated({})
+    assert list(table.csv_lines()) == ["step,unix_time_s\n"]
+    assert list(table.rows()) == []

@@ -36,21 +36,12 @@ def test_a_reference_passes_the_check_and_answers_itself(reference):
 @pytest.mark.parametrize(
     ("completion", "reference"),
     [
-        ("#### **5**", "5"),
-        ("**#### 5**", "5"),
-        ("#### `5`", "5"),
-        ("#### __5__", "5"),
-        (r"$\boxed 5$", "5"),
-        (r"so \boxed5.", "5"),
-        (r"$\boxed\pi$", r"\pi"),
-        (r"$\boxed \frac12$", "1/2"),
-        (r"\boxed{**5**}", "5"),
-        (r"\boxed{5} is what \boxed asks for", "5"),
-        (r"\boxed{2}", '["2", "two"]'),
-        (r"\boxed{two}", '["2.5", "two"]'),
-        (r"\boxed{[1, 2]}", "[1, 2]"),
+        ("#### **5**", "5"), ("**#### 5**", "5"), ("#### `5`", "5"), ("#### __5__", "5"), (r"$\boxed 5$", "5"),
+        (r"so \boxed5.", "5"), (r"$\boxed\pi$", r"\pi"), (r"$\boxed \frac12$", "1/2"), (r"\boxed{**5**}", "5"),
+        (r"\boxed{5} is what \boxed asks for", "5"), (r"\boxed{2}", '["2", "two"]'),
+        (r"\boxed{two}", '["2.5", "two"]'), (r"\boxed{[1, 2]}", "[1, 2]"),
     ],
-)
+)  # fmt: skip
 def test_marks_and_lists_of_references(completion, reference):
     assert judge(completion, reference).is_correct
 

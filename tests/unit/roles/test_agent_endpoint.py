@@ -20,7 +20,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.messages import TurnReply
 from tests.patience import PATIENCE_S
-from tests.unit.data.chat_models import make_chat_model
+from tests.unit.data.checkpoints import make_chat_model
 
 GO = [{"role": "user", "content": "go"}]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "è"}}\n</tool_call>'

@@ -63,8 +63,7 @@ from rlhpc.training.checkpoint_directory import latest_complete
 from rlhpc.weights.choice import Membership
 from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
-from tests.unit.buffer.partial_samples import make_draft, piece_of
-from tests.unit.buffer.rollout_samples import ManualClock
+from tests.unit.buffer.rollout_samples import ManualClock, make_draft, piece_of
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
 from tests.unit.launch.audit_kit import CountedPrompts
 from tests.unit.roles.small_ring import SmallRing, make_buffer, prompt, scored, small_config, small_ring

@@ -27,7 +27,7 @@ from rlhpc.training.checkpoint_directory import complete
 from rlhpc.training.factory import open_backend
 from rlhpc.training.ranks import RankContext
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.algorithms.test_gae import gae_of
+from tests.unit.algorithms.test_estimators import gae_of
 from tests.unit.roles.test_trainer import Ear, copied, same_weights
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
 from tests.unit.training.rank_processes import run_ranks

@@ -25,7 +25,7 @@ from rlhpc.protocol.messages import TurnReply
 from rlhpc.protocol.types import FinishReason, Prefix, Prompt, Rollout, RolloutRequest, SamplingParams
 from rlhpc.weights.buckets import make_manifest
 from tests.engines.scripted_engine import Script, ScriptedEngine
-from tests.unit.data.chat_models import QWEN25, TEMPLATES, make_chat_model
+from tests.unit.data.checkpoints import QWEN25, TEMPLATES, make_chat_model
 
 # ------------------------------------------------------------------------------------------------------------- dialogue
 #

@@ -37,8 +37,7 @@ from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling,
 from rlhpc.roles.generator.sampling import Outbox
 from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
-from tests.unit.buffer.partial_samples import make_draft, part_of, piece_of
-from tests.unit.buffer.rollout_samples import ManualClock, make_ledger, make_prompt
+from tests.unit.buffer.rollout_samples import ManualClock, make_draft, make_ledger, make_prompt, part_of, piece_of
 from tests.unit.roles.small_ring import make_buffer, scored, small_config
 
 # ---------------------------------------------------------------------------------------------------------------- lanes

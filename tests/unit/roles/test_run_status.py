@@ -60,7 +60,7 @@ from rlhpc.roles.controller.state import ControllerState, Totals
 from rlhpc.roles.lifecycle import RoleContext
 from tests.full_disk import fill, small_disk
 from tests.patience import PATIENCE_S
-from tests.unit.algorithms.token_rows import token_row
+from tests.unit.algorithms.algorithm_rows import token_row
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import SmallRing, prompt, scored, small_config, small_ring
 

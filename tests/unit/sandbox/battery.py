@@ -26,15 +26,14 @@ from rlhpc.sandbox.server import USERS, first_user
 
 sys.path.insert(0, str(Path(__file__).parent))
 import hostile
-import hostile_cpp
 
 LIMITS = ProgramLimits(cpu_s=1.0, wall_s=3.0, memory_bytes=256 * MIB, box_bytes=8 * MIB, output_bytes=1 * MIB)
 SECRET = "the-secret-outside"
 BUSY_S = 60.0  # on the clock: for what has to come to its end, also on a busy machine
 COMPILER = replace(compile_limits(cpu_s=2.0, memory_bytes=1 << 30), wall_s=BUSY_S)
-STOPPED = hostile.STOPPED | hostile_cpp.STOPPED
-STATUS = hostile.STATUS | hostile_cpp.STATUS
-AT_MOST = hostile.AT_MOST | hostile_cpp.AT_MOST
+STOPPED = hostile.STOPPED | hostile.CPP_STOPPED
+STATUS = hostile.STATUS | hostile.CPP_STATUS
+AT_MOST = hostile.AT_MOST | hostile.CPP_AT_MOST
 BASIC_MAY = {"thread_bomb"}  # bounded by memory only
 
 
@@ -133,8 +132,8 @@ def interpreted(name: str, outside: Outside, sandbox: Sandbox) -> str:
 
 def compiled(name: str, outside: Outside, sandbox: Sandbox) -> str:
     """What a program in C++ achieves, or what a text makes of the compiler."""
-    is_text = name in hostile_cpp.TEXTS
-    text = hostile_cpp.TEXTS[name] if is_text else hostile_cpp.HEAD + hostile_cpp.PROGRAMS[name]
+    is_text = name in hostile.TEXTS
+    text = hostile.TEXTS[name] if is_text else hostile.HEAD + hostile.CPP_PROGRAMS[name]
     made = compile_cpp(sandbox, find_compiler(()), Template(text).safe_substitute(outside.names).encode(), COMPILER)
     if made.why_not and not is_text:
         return f"the program is no program: {made.why_not}"
@@ -222,7 +221,7 @@ def main(strength: str, names: list[str]) -> None:
         sandbox = Sandbox(SandboxSettings(require="strong" if is_cpp else strength))  # type: ignore[arg-type]
         layers = sandbox.start()
         stack.callback(sandbox.close)
-        for name in names or ([*hostile_cpp.PROGRAMS, *hostile_cpp.TEXTS] if is_cpp else hostile.PROGRAMS):
+        for name in names or ([*hostile.CPP_PROGRAMS, *hostile.TEXTS] if is_cpp else hostile.PROGRAMS):
             server = sandbox.server_pid
             try:
                 found[name] = (compiled if is_cpp else interpreted)(name, outside, sandbox)

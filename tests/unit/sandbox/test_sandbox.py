@@ -1,18 +1,26 @@
+"""Programs in the sandbox: how they run and end, and what hostile ones achieve, seen from outside."""
+
 import contextlib
 import gc
+import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
+import hostile
 import pytest
 
 from rlhpc.protocol.errors import SandboxError
+from rlhpc.sandbox import kernel
 from rlhpc.sandbox.client import Layers, ProgramLimits, Sandbox, SandboxSettings
+from rlhpc.sandbox.cpp import COMPILERS
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.starts
 LIMITS = ProgramLimits(cpu_s=30.0, wall_s=PATIENCE_S)
 
 
@@ -22,11 +30,13 @@ def sandbox():
         yield started
 
 
+@pytest.mark.starts
 def test_a_program_reads_its_input_and_prints(sandbox):
     run = sandbox.run(b"import sys\nprint(sum(map(int, sys.stdin)))", b"1\n2\n", LIMITS)
     assert (run.status, run.stdout, run.stderr, run.stopped_for) == (0, b"3\n", b"", "")
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize(
     ("program", "status", "stderr"),
     [
@@ -44,6 +54,7 @@ def test_it_ends_as_python_would_end_it(sandbox, program, status, stderr):
     assert stderr in run.stderr
 
 
+@pytest.mark.starts
 def test_threads_are_waited_for_and_what_is_registered_is_called(sandbox):
     program = (
         b"import atexit, threading, time\natexit.register(print, 'last')\nprinted = threading.Event()\n"
@@ -53,11 +64,13 @@ def test_threads_are_waited_for_and_what_is_registered_is_called(sandbox):
     assert sandbox.run(program, b"", LIMITS).stdout == b"main\nthread\nlast\n"
 
 
+@pytest.mark.starts
 def test_random_numbers_differ_from_run_to_run(sandbox):
     program = b"import random; print(random.random())"
     assert len({sandbox.run(program, b"", LIMITS).stdout for _ in range(5)}) == 5
 
 
+@pytest.mark.starts
 def test_a_program_finds_nothing_of_the_one_before(sandbox):
     program = (
         b"import os, math; print(os.listdir('.'), hasattr(math, 'mine')); math.mine = 1; open('left', 'w').write('x')"
@@ -65,6 +78,7 @@ def test_a_program_finds_nothing_of_the_one_before(sandbox):
     assert {sandbox.run(program, b"", LIMITS).stdout for _ in range(3)} == {b"[] False\n"}
 
 
+@pytest.mark.starts
 def test_some_hundred_runs_leave_no_descriptor_and_no_process(sandbox):
     sandbox.run(b"", b"", LIMITS)
 
@@ -80,6 +94,7 @@ def test_some_hundred_runs_leave_no_descriptor_and_no_process(sandbox):
     assert len(Path(f"/proc/{server}/task/{server}/children").read_text().split()) <= 1  # the last, on its way out
 
 
+@pytest.mark.starts
 def test_where_memory_is_used_up_the_kernel_ends_a_program_before_anything_of_the_run(sandbox):
     with ThreadPoolExecutor(1) as one:
         run = one.submit(sandbox.run, b"import sys; sys.stdin.read(); import time; time.sleep(0.5)", b"", LIMITS)
@@ -90,6 +105,7 @@ def test_where_memory_is_used_up_the_kernel_ends_a_program_before_anything_of_th
         assert run.result().status == 0
 
 
+@pytest.mark.starts
 def test_a_server_that_was_killed_is_said_and_replaced():
     with Sandbox() as sandbox:
         os.kill(sandbox.server_pid, 9)
@@ -102,6 +118,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.starts
 def test_an_init_process_that_was_killed_is_said_and_ends_its_program():
     with Sandbox() as sandbox, ThreadPoolExecutor(1) as thread:
         sandbox.run(b"", b"", LIMITS)
@@ -119,6 +136,7 @@ def test_an_init_process_that_was_killed_is_said_and_ends_its_program():
         assert sandbox.run(b"print(1)", b"", LIMITS).stdout == b"1\n"
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("relative", ["", "./"])
 def test_an_interpreter_without_a_directory_shows_programs_no_more_than_another(relative, tmp_path, monkeypatch):
     """Without PATH it does not know where it lies and takes "/" for its prefix: all files would be readable."""
@@ -134,6 +152,7 @@ def test_an_interpreter_without_a_directory_shows_programs_no_more_than_another(
     assert b"Error" in run.stderr
 
 
+@pytest.mark.starts
 def test_an_interpreter_that_is_not_there_is_a_sandbox_error_and_leaves_no_descriptor():
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(SandboxError, match="/no/python"):
@@ -141,6 +160,7 @@ def test_an_interpreter_that_is_not_there_is_a_sandbox_error_and_leaves_no_descr
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@pytest.mark.starts
 def test_an_interpreter_that_does_not_start_is_named(tmp_path):
     wrong = tmp_path / "python"
     wrong.write_text("#!/bin/sh\necho no such version >&2\nexit 3\n")
@@ -149,6 +169,7 @@ def test_an_interpreter_that_does_not_start_is_named(tmp_path):
         Sandbox(SandboxSettings(python=str(wrong))).start()
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize(
     ("missing", "strength"),
     [(set(), "strong"), ({"landlock"}, "strong"), ({"namespaces"}, "basic"), ({"namespaces", "landlock"}, "none"),
@@ -158,3 +179,123 @@ def test_the_strength_follows_from_the_layers(missing, strength):
     assert (
         Layers({name: "why" * (name in missing) for name in ("namespaces", "landlock", "seccomp")}).strength == strength
     )
+
+
+# ---------------------------------------------------------------------------------------- What hostile programs achieve
+
+BATTERY = Path(__file__).parent / "battery.py"
+# A child of it that runs the same interpreter once more, which may lie in a home directory.
+RUNS_ITSELF = "import enum, subprocess, sys; enum.StrEnum; subprocess.run([sys.executable, '-c', ''], check=True)"
+SEEN_WITHOUT = [
+    *("udp", "tcp", "abstract_socket", "unix_socket", "read_file", "change_file", "change_mode", "change_times"),
+    *("write_file", "hard_link", "own_environment", "user_namespace", "fork", "stop_victim"),
+]
+
+
+def _run(words: list[str], *, as_nobody: bool = False) -> dict[str, str]:
+    python = sys.executable
+    prefix: list[str] = []
+    if as_nobody:
+        prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        if os.geteuid() != 0 or shutil.which("setpriv") is None:
+            pytest.skip("another user needs root and setpriv")
+        candidates = [python, "/usr/bin/python3"]
+        ready = [path for path in candidates if _can_run([*prefix, path, "-c", RUNS_ITSELF])]
+        if not ready:
+            pytest.skip("no interpreter that another user may execute")
+        python = ready[0]
+    done = subprocess.run([*prefix, python, str(BATTERY), *words], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    return {**report["found"], "strength": report["strength"]}
+
+
+def _can_run(words: list[str]) -> bool:
+    try:
+        return subprocess.run(words, capture_output=True, cwd="/").returncode == 0
+    except OSError:
+        return False
+
+
+@cache
+def _strong(as_nobody: bool) -> dict[str, str]:
+    return _run(["strong"], as_nobody=as_nobody)
+
+
+@cache
+def _cpp() -> dict[str, str]:
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip(f"no compiler of C++ ({', '.join(COMPILERS)})")
+    return _run(["cpp"])
+
+
+@cache
+def _basic() -> dict[str, str]:
+    if not kernel.landlock_version():
+        pytest.skip("this kernel has no Landlock")
+    return _run(["basic"])
+
+
+@pytest.mark.starts
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*hostile.PROGRAMS, "afterwards"])
+def test_no_program_gets_out_or_harms_the_node(name: str) -> None:
+    assert _strong(as_nobody=False)[name] == ""
+
+
+@pytest.mark.starts
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*hostile.CPP_PROGRAMS, *hostile.TEXTS, "afterwards"])
+def test_no_program_in_cpp_gets_out_and_no_text_makes_the_compiler_tell_or_harm(name: str) -> None:
+    assert _cpp()[name] == ""
+
+
+@pytest.mark.starts
+@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*hostile.PROGRAMS, "afterwards"])
+def test_nor_does_one_of_a_plain_user(name: str) -> None:
+    assert _strong(as_nobody=True)[name] == ""
+
+
+@pytest.mark.starts
+@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*hostile.PROGRAMS, "afterwards"])
+def test_nor_where_namespaces_are_forbidden_and_basic_is_enough(name: str) -> None:
+    assert _basic()["strength"] == "basic"
+    assert _basic()[name] == ""
+
+
+@pytest.mark.starts
+@pytest.mark.timeout(600)
+def test_nor_where_the_service_is_root_of_a_container_and_owns_the_devices() -> None:
+    found = _run(["container", *SEEN_WITHOUT, "mode_of_a_device", "times_of_a_device", "closed_outputs"])
+    assert found.pop("strength") == "strong"
+    assert {name: said for name, said in found.items() if said} == {}
+
+
+@pytest.mark.starts
+@pytest.mark.timeout(600)
+def test_where_namespaces_are_forbidden_landlock_keeps_from_files_and_from_others() -> None:
+    if not kernel.landlock_version():
+        pytest.skip("this kernel has no Landlock")
+    found = _run(["basic", *SEEN_WITHOUT])
+    assert found.pop("strength") == "basic"
+    assert {name: said for name, said in found.items() if said} == {}
+
+
+@pytest.mark.starts
+@pytest.mark.timeout(600)
+def test_a_node_without_namespaces_is_refused_with_the_remedy() -> None:
+    found = _run(["refused"])
+    assert found["strength"] == "refused"
+    assert "sandbox.require='strong'" in found["refused"]
+    assert "user.max_user_namespaces" in found["refused"]
+
+
+@pytest.mark.starts
+@pytest.mark.timeout(600)
+def test_the_battery_sees_what_programs_achieve_without_a_sandbox() -> None:
+    found = _run(["control", *SEEN_WITHOUT])
+    assert [name for name in SEEN_WITHOUT if not found[name]] == []

@@ -1,13 +1,17 @@
-"""Small packed rows and a clipped loss, drawn from a seed."""
+"""Small packed rows and a clipped loss, drawn from a seed; inputs of layer functions; bytes of tensors that live."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhpc.config.rules import Config
 from rlhpc.protocol.contracts import TokenRow
@@ -102,3 +106,74 @@ def tiny_config(model: Path, **trainer: object) -> Config:
             },
         }
     )
+
+
+# ------------------------------------------------------------------------------------- Random inputs of layer_functions
+
+EPS = 1e-6
+SHAPES = [(5, 2, 2, 16), (4, 3, 1, 12), (3, 1, 7, 8), (1, 1, 1, 2)]  # tokens, groups, queries of a group, head size
+
+
+def draw_hidden(
+    dtype: torch.dtype, size: int = 48, rows: int = 7, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [rows, 1, size] and a weight, both leaves, and a gradient."""
+    generator = torch.Generator(device).manual_seed(size)
+    hidden, gradient = torch.randn(2, rows, 1, size, device=device, generator=generator).to(dtype)
+    weight = 1 + 0.3 * torch.randn(size, device=device, generator=generator)
+    return hidden.requires_grad_(), weight.to(dtype).requires_grad_(), gradient
+
+
+def draw_heads(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, *, has_norm: bool, device: str = "cpu"
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Mixed heads, a leaf; angles; and the weights of the two norms."""
+    tokens, groups, queries, size = shape
+    generator = torch.Generator(device).manual_seed(tokens)
+    mixed = torch.randn(tokens, groups, queries + 2, size, device=device, generator=generator).to(dtype)
+    angles = 40 * torch.rand(tokens, size // 2, device=device, generator=generator)
+    query, key = (1 + 0.3 * torch.randn(2, size, device=device, generator=generator)).to(dtype)
+    return mixed.requires_grad_(), angles, (query.requires_grad_(), key.requires_grad_()) if has_norm else None
+
+
+def plain_heads(mixed: Tensor, weights: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, normed if there are weights, not rotated."""
+    query, key, value = mixed.split([mixed.shape[2] - 2, 1, 1], 2)
+    query, key, value = (part.reshape(len(mixed), -1, mixed.shape[3]) for part in (query, key, value))
+    if weights is not None:
+        query, key = (
+            weight * functional.rms_norm(part, part.shape[-1:], None, EPS)
+            for part, weight in zip((query, key), weights, strict=True)
+        )
+    return query, key, value
+
+
+# ----------------------------------------------------- How many bytes of tensors live at once while some operations run
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages that operations make, and how many bytes of them live at once."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.untyped_storage())
+        return result
+
+    def _follow(self, storage: Any) -> None:
+        if storage.data_ptr() in self._seen or not storage.nbytes():
+            return
+        self._seen.add(storage.data_ptr())
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, storage.data_ptr(), storage.nbytes())
+
+    def _forget(self, pointer: int, num_bytes: int) -> None:
+        self._seen.discard(pointer)
+        self.live -= num_bytes

@@ -1,10 +1,9 @@
-"""What DeepSpeed must be made to do, beyond the contract that every backend is held to."""
-
 from __future__ import annotations
 
 import multiprocessing
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from rlhpc.protocol.contracts import TokenRow
+from rlhpc.training.checkpoint_tensors import gather_stream
 from rlhpc.training.deepspeed.backend import DeepSpeedBackend, ZeroSettings
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.ranks import RankContext, close_process_group, open_process_group
-from tests.contracts.trainer_cluster import ClusterPool, Rank
+from tests.contracts.trainer_cluster import ClusterPool, Rank, RankProcesses
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.training.live_bytes import LiveBytes
 from tests.unit.training.packed_rows import (
+    LiveBytes,
     clipped_loss,
     draw_samples,
-    dummy_row,
     num_loss_tokens,
     pack_row,
     tiny_config,
@@ -116,14 +115,6 @@ def test_any_number_of_micro_batches_is_the_reference(run, model, stage, dtype, 
     assert_same(answers[0], reference(tmp_path, model, batches, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_mixture_of_experts_is_the_reference(run, mixture, stage, tmp_path):
-    assert_same(
-        run(take_steps, stage, model=mixture, batches=[ROWS, MORE_ROWS])[0],
-        reference(tmp_path, mixture, [ROWS, MORE_ROWS]),
-    )
-
-
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
@@ -173,33 +164,6 @@ def test_a_skipped_step_leaves_no_trace(run, model, stage, settings):
     assert plain[2] == skipped[2] == 3
 
 
-def infinite_loss_with_finite_gradients(rank: Rank, *, model: Path) -> Any:
-    backend = rank.open(model)
-    before = weights_of(backend)
-
-    def loss(current: torch.Tensor, row: TokenRow) -> Any:
-        loss_sum, metrics = clipped_loss(current, row)
-        return loss_sum + (torch.inf if rank.rank == 1 else 0.0), metrics
-
-    mine = ROWS[rank.rank :: 2]
-    options = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
-    result = backend.step(mine, loss, proximal=None, num_loss_tokens=num_loss_tokens(ROWS), **options)
-    after = weights_of(backend)
-    backend.close()
-    return result.applied, all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_is_infinite_on_one_rank_skips_though_its_gradient_is_finite(run, model, stage):
-    assert run(infinite_loss_with_finite_gradients, stage, model=model) == [(False, True)] * 2
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_with_nothing_but_dummy_rows_takes_part(run, model, stage, tmp_path):
-    batch = [ROWS[0], dummy_row(), ROWS[2], dummy_row()]
-    assert_same(run(take_steps, stage, model=model, batches=[batch])[0], reference(tmp_path, model, [batch]))
-
-
 # --------------------------------------------------------------------------------------------------- weights and state
 
 
@@ -218,16 +182,6 @@ def test_masters_of_a_bfloat16_model_are_the_checkpoint_unrounded(run, model, st
     for path in (tmp_path / "ckpt").glob("weights-*"):
         for name, tensor in load_file(path).items():
             assert torch.equal(tensor, expected[name])
-
-
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
-def test_a_run_of_one_rank_of_the_reference_continues(run, model, stage, dtype, tmp_path):
-    saved = tmp_path / "ckpt"
-    expected = reference(tmp_path, model, [ROWS, MORE_ROWS], dtype=dtype)
-    reference(tmp_path, model, [ROWS], save=saved, dtype=dtype)
-    results, weights, steps = run(take_steps, stage, model=model, batches=[MORE_ROWS], load=saved, dtype=dtype)[0]
-    assert steps == 2
-    assert_same((results, weights), (expected[0][1:], expected[1]), dtype)
 
 
 @pytest.mark.parametrize(("stage", "name"), [(2, "model"), (3, "model"), (3, "mixture")])
@@ -335,3 +289,107 @@ def test_ranks_that_have_closed_stage_3_exit_in_order(model, tmp_path):
     for rank in ranks:
         rank.join(timeout=120)
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------------ Where ZeRO keeps what
+
+WORLD_SIZE = 3
+
+
+def everything(rank: Rank, *, zero_model: Path) -> dict[str, Any]:
+    """What one stage shows on one rank."""
+    backend = rank.open(zero_model)
+    assert isinstance(backend, DeepSpeedBackend)
+    state = backend._state
+    facts: dict[str, Any] = {"fragments": state.fragments, "masters": whole(state, "weights")}
+    facts["moments"] = [whole(state, kind) for kind in ("exp_avg", "exp_avg_sq")]
+    optimizer = backend._engine.optimizer.optimizer
+    facts["counters"] = [entry["step"].data_ptr() for entry in optimizer.state.values()]
+    facts["num_elements"] = [flat.numel() for flat in state._flats]
+    state.fill(ramp)
+    state.num_steps_applied = 7
+    state.publish()
+    facts["filled"] = [whole(state, kind) for kind in ("weights", "exp_avg", "exp_avg_sq")]
+    facts["published"] = {name: tensor.clone() for name, tensor in backend.weights()}
+    facts["steps"] = [entry["step"].item() for entry in optimizer.state.values()]
+    backend.close()
+    return facts
+
+
+def whole(state: Any, kind: str) -> dict[str, torch.Tensor]:
+    stream = gather_stream(
+        state.items(),
+        lambda index: state.own(kind, index),
+        to_rank=0,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    return {name: tensor.clone() for name, tensor in stream}
+
+
+def ramp(kind: str, spec: Any, start: int, stop: int) -> torch.Tensor:
+    """Every number tells its place, its kind and, by its sum of letters, its parameter."""
+    first = {"weights": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5}[kind] + 10_000 * (sum(map(ord, spec.name)) % 97)
+    return torch.arange(start, stop, dtype=torch.float32) + first
+
+
+@pytest.fixture(scope="module")
+def processes():
+    processes = RankProcesses(WORLD_SIZE)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def zero_model(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", hidden=32, layers=1, vocabulary=101)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def facts(request, processes, zero_model, tmp_path_factory):
+    layout = {"backend": "deepspeed", "num_ranks": WORLD_SIZE, "zero_stage": request.param}
+    return processes.run(everything, layout, tmp_path_factory.mktemp("stage"), zero_model=zero_model)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(zero_model):
+    return dict(AutoModelForCausalLM.from_pretrained(zero_model, dtype=torch.float32).named_parameters())
+
+
+def test_fragments_cover_every_parameter_in_one_table_and_share_no_place(facts, checkpoint):
+    assert all(other["fragments"] == facts[0]["fragments"] for other in facts)
+    table = facts[0]["fragments"]
+    assert table.keys() == checkpoint.keys()
+    for name, fragments in table.items():
+        assert fragments[0].start == 0
+        assert fragments[-1].stop == checkpoint[name].numel()
+        assert all(left.stop == right.start and left.rank < right.rank for left, right in pairwise(fragments))
+    assert any(len(fragments) > 1 for fragments in table.values())
+    every = [fragment for fragments in facts[0]["fragments"].values() for fragment in fragments]
+    for rank in range(WORLD_SIZE):
+        for flat, num_elements in enumerate(facts[rank]["num_elements"]):
+            mine = sorted((f.offset, f.offset + f.num_elements) for f in every if (f.rank, f.flat) == (rank, flat))
+            assert all(left[1] <= right[0] for left, right in pairwise(mine))
+            assert mine[-1][1] <= num_elements
+
+
+def test_masters_are_the_checkpoint_bit_for_bit_and_moments_are_zeros(facts, checkpoint):
+    masters = facts[0]["masters"]
+    assert masters.keys() == checkpoint.keys()
+    assert all(torch.equal(tensor, checkpoint[name]) for name, tensor in masters.items())
+    for moments in facts[0]["moments"]:
+        assert {name: tensor.shape for name, tensor in moments.items()} == {n: p.shape for n, p in checkpoint.items()}
+        assert not any(tensor.any() for tensor in moments.values())
+
+
+def test_what_is_filled_in_comes_out_with_a_counter_for_each_flat_tensor(facts):
+    for kind, found in zip(("weights", "exp_avg", "exp_avg_sq"), facts[0]["filled"], strict=True):
+        for name, tensor in found.items():
+            spec = type("Named", (), {"name": name})
+            assert torch.equal(tensor.view(-1), ramp(kind, spec, 0, tensor.numel())), name
+    published = facts[0]["published"]
+    assert published.keys() == facts[0]["filled"][0].keys()
+    assert all(torch.equal(tensor, facts[0]["filled"][0][name]) for name, tensor in published.items())
+    for fact in facts:
+        assert len(set(fact["counters"])) == len(fact["num_elements"])
+        assert fact["steps"] == [7.0] * len(fact["num_elements"])

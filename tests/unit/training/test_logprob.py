@@ -1,13 +1,29 @@
+"""Log-probabilities, over a split vocabulary too, values, and the rows of tokens that a loss gets."""
+
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, distributed
+from transformers import AutoModelForCausalLM
 
+from rlhpc.algorithms.objectives import ValueLoss
+from rlhpc.protocol.errors import CheckpointError
 from rlhpc.training import logprob
-from rlhpc.training.logprob import chunked_logprobs
+from rlhpc.training.factory import open_backend
+from rlhpc.training.logprob import VALUE_HEAD, VocabularyShard, chunked_logprobs, token_row
+from rlhpc.training.ranks import RankContext
 from rlhpc.training.triton_kernels import compiled_kernels
-from tests.unit.training.live_bytes import LiveBytes
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.packed_rows import LiveBytes, draw_samples, num_loss_tokens, pack_row, tiny_config
+from tests.unit.training.rank_processes import run_ranks
 
 TOKENS, HIDDEN = 50, 16
 
@@ -115,42 +131,33 @@ def test_the_heads_gradient_is_summed_in_float32_over_chunks():
     assert head.grad[:, 0].tolist() == [tokens / 2, -tokens / 2]
 
 
-def test_entropy_carries_no_gradient_unless_it_is_wanted():
+def test_logits_that_are_huge_or_ruled_out_add_nothing_and_entropy_has_no_gradient_unless_wanted():
     hidden, head, targets = draw(11)
     found, entropy = chunked_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=8, want_entropy=True)
     assert found.requires_grad
     assert not entropy.requires_grad
-
-
-def test_a_token_ruled_out_by_the_model_adds_nothing_to_the_entropy():
     hidden, head = torch.ones(1, 1), torch.tensor([[0.0], [0.0], [-torch.inf]])
     found, entropy = chunked_logprobs(
         hidden, head, torch.tensor([0]), temperature=1.0, chunk_tokens=8, want_entropy=True
     )
     assert found.item() == pytest.approx(-0.6931472)
     assert entropy.item() == pytest.approx(0.6931472)
-
-
-def test_no_tokens_give_no_logprobs_and_zero_gradients():
-    hidden, head, targets = draw(11, tokens=0)
-    found, _ = chunked_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=8)
-    found.sum().backward()
-    assert found.shape == (0,)
-    assert not head.grad.any()
-
-
-def test_a_target_outside_the_vocabulary_gives_nan():
-    hidden, head, _ = draw(11, tokens=3)
-    found, _ = chunked_logprobs(hidden, head, torch.tensor([-1, 10, 11]), temperature=1.0, chunk_tokens=8)
-    assert found.isnan().tolist() == [True, False, True]
-
-
-def test_huge_logits_do_not_overflow():
     hidden, head = torch.full((1, 1), 1e4), torch.tensor([[1.0], [-1.0]])
     found, entropy = chunked_logprobs(
         hidden, head, torch.tensor([0]), temperature=1.0, chunk_tokens=8, want_entropy=True
     )
     assert (found.item(), entropy.item()) == (0.0, 0.0)
+
+
+def test_no_tokens_give_nothing_and_a_target_outside_the_vocabulary_gives_nan():
+    hidden, head, targets = draw(11, tokens=0)
+    found, _ = chunked_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=8)
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert not head.grad.any()
+    hidden, head, _ = draw(11, tokens=3)
+    found, _ = chunked_logprobs(hidden, head, torch.tensor([-1, 10, 11]), temperature=1.0, chunk_tokens=8)
+    assert found.isnan().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,3 +188,314 @@ def test_where_triton_does_not_work_torch_does_the_same_and_it_is_said(caplog):
             compiled_kernels.__wrapped__("logit_kernels", torch.device("cpu"), torch.float32) is None
         )  # kernels are for a GPU
     assert "without logit_kernels, since Triton does not work here" in caplog.text
+
+
+# ----------------------------------------------------------------------------------------- vocabulary parallel logprob
+
+SPLIT_HIDDEN, CHUNK = 16, 7
+NUM_RANKS = 2, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    vocabulary: int
+    temperature: float = 1.0
+    tokens: int = 40
+    dtype: torch.dtype = torch.float32
+    ruled_out: tuple[int, ...] = ()  # tokens whose logit is −inf
+    broken: int | None = None  # token whose row of the head is nan
+
+    def draw(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, the unpadded head, and targets that begin with the tokens at borders of shards."""
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(self.tokens, SPLIT_HIDDEN, generator=generator)
+        hidden[:, 0] = 1.0
+        head = torch.randn(self.vocabulary, SPLIT_HIDDEN, generator=generator) / 4
+        head[list(self.ruled_out), 0] = -torch.inf
+        if self.broken is not None:
+            head[self.broken] = torch.nan
+        legal = torch.tensor([token for token in range(self.vocabulary) if token not in self.ruled_out])
+        targets = legal[torch.randint(0, len(legal), (self.tokens,), generator=generator)]
+        rows = [self.rows_per_rank(num_ranks) for num_ranks in NUM_RANKS]
+        borders = [token for step in rows for first in range(0, self.vocabulary, step) for token in (first - 1, first)]
+        fitting = [token for token in borders if token >= 0 and token not in self.ruled_out][: self.tokens]
+        targets[: len(fitting)] = torch.tensor(fitting, dtype=torch.int64)
+        return hidden.to(self.dtype).requires_grad_(), head.to(self.dtype), targets
+
+    def rows_per_rank(self, num_ranks: int) -> int:
+        return max(2, -(-self.vocabulary // num_ranks))
+
+    def shard(self, head: Tensor, rank: int, num_ranks: int) -> Tensor:
+        """The rows of a rank; padding is so large that it would drown the rest if it counted."""
+        rows = self.rows_per_rank(num_ranks)
+        padding = torch.full((rows * num_ranks - self.vocabulary, SPLIT_HIDDEN), 100.0, dtype=self.dtype)
+        return torch.cat([head, padding])[rank * rows : (rank + 1) * rows].clone()
+
+
+CASES = {
+    "odd vocabulary": Case(203),
+    "no padding for three": Case(117, temperature=0.6),
+    "a rank of padding only": Case(3, tokens=10),
+    "no tokens": Case(50, tokens=0),
+    "a shard ruled out": Case(60, ruled_out=tuple(range(35))),
+    "bfloat16": Case(203, temperature=1.3, dtype=torch.bfloat16),
+    "a broken row": Case(60, broken=59),
+}
+
+
+def measure(case: Case, head: Tensor, shard: VocabularyShard | None) -> list[Tensor]:
+    """Log-probabilities, entropy, the gradients of hidden states and head, and the same two of the entropy."""
+    hidden, _, targets = case.draw()
+    head.requires_grad_()
+    logprobs, entropy = chunked_logprobs(
+        hidden, head, targets, temperature=case.temperature, chunk_tokens=CHUNK, want_entropy=True,
+        has_entropy_gradient=True, shard=shard,
+    )  # fmt: skip
+    factors = torch.linspace(-1, 1, case.tokens)
+    gradients = [
+        gradient
+        for values in (logprobs, entropy)
+        for gradient in torch.autograd.grad(values @ factors, (hidden, head), retain_graph=True)
+    ]
+    return [logprobs.detach(), entropy.detach(), *gradients]
+
+
+def measure_shards(rank: int, num_ranks: int) -> dict[str, list[Tensor]]:
+    found = {}
+    for name, case in CASES.items():
+        _, head, _ = case.draw()
+        shard = VocabularyShard.of(distributed.group.WORLD, case.rows_per_rank(num_ranks), case.vocabulary)
+        found[name] = measure(case, case.shard(head, rank, num_ranks), shard)
+        if case.tokens:
+            for gradient in (found[name][2], found[name][4]):
+                distributed.all_reduce(gradient)  # that of hidden is a partial sum
+    return found
+
+
+@pytest.fixture(scope="module", params=NUM_RANKS)
+def by_rank(request: Any, tmp_path_factory: Any) -> list[dict[str, list[Tensor]]]:
+    return run_ranks(request.param, measure_shards, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.starts
+def test_the_cases_hold_a_rank_without_a_real_row_and_one_with_both_kinds():
+    case = CASES["a rank of padding only"]
+    assert [min(max(case.vocabulary - 2 * rank, 0), case.rows_per_rank(3)) for rank in range(3)] == [2, 1, 0]
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("name", CASES)
+def test_shards_of_the_vocabulary_together_give_what_the_whole_gives(name, by_rank):
+    case = CASES[name]
+    _, head, _ = case.draw()
+    expected = measure(case, head, None)
+    found = list(by_rank[0][name])
+    for place in (3, 5):
+        gradient = torch.cat([of_rank[name][place] for of_rank in by_rank])
+        assert not gradient[case.vocabulary :].any()  # padding
+        found[place] = gradient[: case.vocabulary]
+    tolerances = [1e-6, 1e-6, *([2e-6, 2e-6] if case.dtype == torch.float32 else [2e-2, 1e-2]) * 2]
+    for here, there, tolerance in zip(found, expected, tolerances, strict=True):
+        torch.testing.assert_close(here, there, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_the_same_bits_on_all_ranks(name, by_rank):
+    for found in by_rank[1:]:
+        for here, there in zip(found[name][:2], by_rank[0][name][:2], strict=True):
+            assert torch.equal(here.view(torch.int32), there.view(torch.int32))
+
+
+@pytest.mark.starts
+def test_a_token_ruled_out_leaves_values_finite_and_a_broken_row_leaves_none(by_rank):
+    for found in by_rank:
+        assert all(result.isfinite().all() for result in found["a shard ruled out"][:2])
+        assert all(result.isnan().all() for result in found["a broken row"][:2])
+
+
+def peaks(rank: int, num_ranks: int, tokens: int, vocabulary: int, chunk: int) -> tuple[int, int]:
+    shard = VocabularyShard.of(distributed.group.WORLD, vocabulary // num_ranks, vocabulary)
+    hidden = torch.randn(tokens, SPLIT_HIDDEN, requires_grad=True)
+    distributed.broadcast(hidden.detach(), src=0)
+    head = torch.randn(vocabulary // num_ranks, SPLIT_HIDDEN, requires_grad=True)
+    targets = torch.arange(tokens)
+    with LiveBytes(hidden, head, targets) as forward:
+        found, _ = chunked_logprobs(
+            hidden, head, targets, temperature=1.0, chunk_tokens=chunk, want_entropy=True, shard=shard
+        )
+    with LiveBytes(hidden, head, targets) as backward:
+        found.sum().backward()
+    return forward.peak, backward.peak
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_peak_memory_stays_below_two_chunks_of_a_ranks_logits_and_the_hidden_states(num_ranks, tmp_path):
+    tokens, vocabulary, chunk = 1024, 16_000, 128
+    matrix, hidden = 4 * chunk * vocabulary // num_ranks, 4 * tokens * SPLIT_HIDDEN
+    for forward, backward in run_ranks(num_ranks, peaks, tmp_path, tokens, vocabulary, chunk):
+        assert matrix < forward < 1.125 * matrix + 2 * hidden
+        assert matrix < backward < 1.125 * matrix + 2 * hidden  # ⅛: the gradient of the head, H / C
+
+
+# ----------------------------- A critic beside HF's own trunk: values, gradients, steps; what it saves is loaded again
+
+ROW = pack_row(draw_samples((20, 37, 8, 33)))
+STEP: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.0, "max_grad_norm": 1.0}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "m"
+    return make_tiny_checkpoint(directory, hidden=32, layers=2, tied=request.param)
+
+
+OPEN: list[Any] = []
+
+
+@pytest.fixture
+def _closed() -> Iterator[None]:
+    """Groups of a process are its backends', the last one's included."""
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def open_critic(model: Path, backend: str = "reference", **settings: object) -> Any:
+    return opened(model, backend=backend, has_value_head=True, **settings)
+
+
+def opened(model: Path, *, has_value_head: bool = False, **settings: object) -> Any:
+    OPEN.append(open_backend(tiny_config(model, **settings), RankContext(), has_value_head=has_value_head))
+    return OPEN[-1]
+
+
+def learn(critic: Any, row: Any, times: int = 1) -> list[float]:
+    losses = []
+    for _ in range(times):
+        result = critic.step([row], ValueLoss(None), proximal=None, num_loss_tokens=num_loss_tokens([row]), **STEP)
+        assert result.applied
+        losses.append(result.metrics["loss"] / num_loss_tokens([row]))
+    return losses
+
+
+@pytest.mark.usefixtures("_closed")
+@pytest.mark.starts
+def test_a_critic_begins_with_nothing_and_has_no_head_over_the_vocabulary(model: Path) -> None:
+    critic = open_critic(model)
+    (values,) = critic.logprobs([ROW])
+    assert not values.any()
+    specs = {spec.name: spec.shape for spec in critic.tensor_specs()}
+    assert specs[VALUE_HEAD] == (1, 32)
+    assert "lm_head.weight" not in specs
+    policy = {spec.name for spec in opened(model).tensor_specs()}
+    assert set(specs) - {VALUE_HEAD} == policy - {"lm_head.weight"}
+
+
+@pytest.mark.usefixtures("_closed")
+@pytest.mark.starts
+@pytest.mark.parametrize("backend", ["reference", "deepspeed", "megatron"])
+def test_values_are_the_head_s_product_with_the_state_before_each_token(model: Path, backend: str) -> None:
+    critic = open_critic(model, backend)
+    learn(critic, ROW, 3)
+    weights = {name: tensor.clone() for name, tensor in critic.weights()}
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    hf.load_state_dict({n: w for n, w in weights.items() if n != VALUE_HEAD}, strict=False)
+    (values,) = critic.logprobs([ROW])
+    for first, last in zip(ROW.cu_seqlens[:-1], ROW.cu_seqlens[1:], strict=True):
+        tokens = torch.from_numpy(ROW.token_ids[first:last].astype(np.int64))
+        with torch.no_grad():
+            states = hf.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+        expected = (states.double() @ weights[VALUE_HEAD].double().t())[:-1, 0]
+        assert values[first] == 0
+        np.testing.assert_allclose(values[first + 1 : last].numpy(), expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.usefixtures("_closed")
+@pytest.mark.starts
+def test_it_learns_what_it_is_told(model: Path) -> None:
+    """Returns that can be told from the tokens: whether the next token is even."""
+    returns = np.where(ROW.loss_mask, np.roll(ROW.token_ids, 1) % 2, 0).astype(np.float32)
+    losses = learn(open_critic(model), replace(ROW, advantages=returns), 60)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.usefixtures("_closed")
+@pytest.mark.starts
+def test_all_backends_learn_alike(model: Path) -> None:
+    row = replace(ROW, advantages=np.where(ROW.loss_mask, 1, 0).astype(np.float32))
+    losses = []
+    for backend in ("reference", "deepspeed", "megatron"):
+        critic = open_critic(model, backend)
+        losses.append(learn(critic, row, 5))
+        critic.close()
+    for others in losses[1:]:
+        np.testing.assert_allclose(others, losses[0], rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_closed")
+@pytest.mark.starts
+def test_what_is_saved_is_loaded_and_a_policy_is_no_critic(model: Path, tmp_path: Path) -> None:
+    critic = open_critic(model)
+    learn(critic, ROW, 2)
+    (tmp_path / "critic").mkdir()
+    critic.save(tmp_path / "critic").result()
+    (file,) = (tmp_path / "critic").glob("*weights*.safetensors")
+    assert load_file(file)[VALUE_HEAD].shape == (1, 32)
+    another = open_critic(model)
+    another.load(tmp_path / "critic")
+    torch.testing.assert_close(another.logprobs([ROW]), critic.logprobs([ROW]), rtol=0, atol=0)
+    assert learn(another, ROW, 3) == learn(critic, ROW, 3)
+    with pytest.raises(CheckpointError):
+        opened(model).load(tmp_path / "critic")
+
+
+@pytest.mark.usefixtures("_closed")
+@pytest.mark.starts
+def test_figures_of_one_rank_are_its_own(model: Path) -> None:
+    assert open_critic(model).sum_over_replicas({"b": 2.5, "a": -1.0}) == {"a": -1.0, "b": 2.5}
+
+
+ZERO2, ZERO3 = ({"backend": "deepspeed", "zero_stage": stage} for stage in (2, 3))
+
+
+@pytest.mark.usefixtures("_closed")
+@pytest.mark.starts
+@pytest.mark.parametrize("trainer", [pytest.param(ZERO2, marks=pytest.mark.long), ZERO3, {"backend": "megatron"}])
+def test_policy_and_critic_share_a_process_and_its_groups(model: Path, trainer: dict[str, Any]) -> None:
+    """The critic leaves first: the groups are those of the backend that was opened first."""
+    for _ in range(2):
+        policy = opened(model, **trainer)
+        before = policy.logprobs([ROW])[0].clone()
+        critic = open_critic(model, **trainer)
+        learn(critic, ROW, 2)
+        critic.close()
+        torch.testing.assert_close(policy.logprobs([ROW])[0], before, rtol=0, atol=0)
+        policy.close()
+
+
+# ------------------------------------------------------ What a loss gets of a packed row is what the samples in it say
+
+LENGTHS = [5, 9, 4]
+SHARES = [0.5, 2.0, 1.0]
+SAMPLES = [replace(one, loss_weight=share) for one, share in zip(draw_samples(LENGTHS), SHARES, strict=True)]
+NOTHING = torch.zeros(18)
+
+
+def test_every_token_has_the_share_and_the_number_of_its_sequence() -> None:
+    row = token_row(pack_row(SAMPLES), NOTHING, proximal=None)
+    assert row.num_sequences == 3
+    assert row.sequence.tolist() == [0] * 5 + [1] * 9 + [2] * 4
+    assert row.weights.tolist() == [0.5] * 5 + [2.0] * 9 + [1.0] * 4
+    assert row.versions.tolist() == np.concatenate([sample.versions for sample in SAMPLES]).tolist()
+
+
+def test_without_log_probabilities_of_its_own_proximal_policy_and_reference_are_the_sampler() -> None:
+    packed = pack_row(SAMPLES)
+    row = token_row(packed, NOTHING, proximal=None)
+    assert torch.equal(row.proximal, row.behaviour)
+    assert torch.equal(row.reference, row.behaviour)
+    given = token_row(packed, NOTHING, proximal=torch.full((18,), -7.0), reference=torch.full((18,), -5.0))
+    assert torch.equal(given.proximal, torch.where(given.loss_mask, -7.0, 0.0))
+    assert torch.equal(given.reference, torch.where(given.loss_mask, -5.0, 0.0))

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.megatron.hf_layout import tensor_specs
 from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, make_model_directory
-from tests.unit.training.megatron.test_large_layouts import META, maps_of
+from tests.unit.training.megatron.test_megatron_weights import META, maps_of
 
 
 def not_loaded(directory: Path, specs: Sequence[TensorSpec]) -> list[str]:

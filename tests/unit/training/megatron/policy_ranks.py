@@ -1,7 +1,9 @@
-"""What one rank of a small Megatron trainer does in the tests of the model: open, load, run rows, report."""
+"""Policies of Megatron on ranks of a group: what each computes, and its part of weights given whole."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import ParallelLayout
@@ -20,8 +25,7 @@ from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.megatron.attention import LocalRow, whole_row
 from rlhpc.training.megatron.backend import close_groups, open_groups
 from rlhpc.training.megatron.model import HeadRequest, build_chunks
-from rlhpc.training.megatron.model_config import GroupedExperts, transformer_config
-from tests.unit.training.megatron.weights_of_rank import give_weights, share_of
+from rlhpc.training.megatron.model_config import GatedSilu, GroupedExperts, transformer_config
 
 CPU = torch.device("cpu")
 GRADIENT_TOLERANCE = 5e-5  # of numbers up to about 50, in float32
@@ -144,3 +148,118 @@ def unpacked_logprobs(reference: Any, row: PackedMicrobatch) -> Tensor:
         parts.append(torch.zeros(1))
         parts.append(logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0])
     return torch.cat(parts)
+
+
+# ------------------------------------------------- Give a Megatron model of the tests its share of a transformers model
+
+# Input: a state dict of transformers.  Output: the parameters of a PolicyModel, filled.  Kept apart from the trainer's
+# own loading, so that a mistake there and a mistake in the model cannot cancel.
+
+
+@torch.no_grad()
+def give_weights(chunk, weights: dict[str, Tensor]) -> None:
+    """Fill every parameter of this chunk, or fail."""
+    for name, parameter in chunk.named_parameters():
+        share = share_of(chunk, name, weights)
+        assert share.shape == parameter.shape, (name, share.shape, parameter.shape)
+        parameter.copy_(share)
+
+
+def share_of(chunk, name: str, weights: dict[str, Tensor]) -> Tensor:
+    """What this rank's parameter `name` must hold; `weights` may as well be gradients."""
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    if name == "embedding.word_embeddings.weight":
+        return _rows(weights["model.embed_tokens.weight"], tensor, rank)
+    if name == "output_layer.weight":
+        tied = "lm_head.weight" not in weights or chunk.share_embeddings_and_output_weights
+        return _rows(weights["model.embed_tokens.weight" if tied else "lm_head.weight"], tensor, rank)
+    if name == "decoder.final_layernorm.weight":
+        return weights["model.norm.weight"]
+    _, _, index, part = name.split(".", 3)
+    layer = f"model.layers.{chunk.decoder.layers[int(index)].layer_number - 1}."
+    return _in_layer(part, {key.removeprefix(layer): value for key, value in weights.items() if layer in key}, chunk)
+
+
+def _in_layer(part: str, weights: dict[str, Tensor], chunk) -> Tensor:
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    kind = part.rsplit(".", 1)[1]
+    if part.startswith("self_attention.linear_qkv"):
+        parts = [weights[f"self_attn.{x}_proj.{kind}"].unflatten(0, (2, -1)) for x in "qkv"]  # 2 heads of keys
+        return torch.cat(parts, 1).flatten(0, 1).chunk(tensor)[rank]
+    if part.startswith("self_attention.linear_proj"):
+        return weights["self_attn.o_proj.weight"].chunk(tensor, 1)[rank]
+    if part.startswith("mlp.experts"):
+        local_index, linear = part.split(".")[3:5]
+        expert = next(_experts_of_rank(chunk)) + int(local_index)
+        return weights["mlp.experts.gate_up_proj" if linear == "linear_fc1" else "mlp.experts.down_proj"][expert]
+    if part == "mlp.linear_fc1.weight":
+        return torch.cat([weights[f"mlp.{x}_proj.weight"].chunk(tensor)[rank] for x in ("gate", "up")])
+    if part == "mlp.linear_fc2.weight":
+        return weights["mlp.down_proj.weight"].chunk(tensor, 1)[rank]
+    return weights[
+        {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+            "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+            "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+            "mlp.router.weight": "mlp.gate.weight",
+        }[part]
+    ]
+
+
+def _experts_of_rank(chunk) -> Iterator[int]:
+    size = parallel_state.get_expert_model_parallel_world_size()
+    yield parallel_state.get_expert_model_parallel_rank() * chunk.config.num_moe_experts // size
+
+
+def _rows(weight: Tensor, tensor: int, rank: int) -> Tensor:
+    padding = -len(weight) % tensor
+    return torch.cat([weight, weight.new_zeros(padding, weight.shape[1])]).chunk(tensor)[rank]
+
+
+# ---------------------------------------------------------------------------------- Experts twice with the same weights
+
+SPREAD = 0.1  # of weights
+
+
+def expert_pair(
+    device: torch.device, dtype: torch.dtype, *, num_experts: int, hidden: int, width: int
+) -> tuple[SequentialMLP, GroupedExperts]:
+    """In the only rank of the default process group; Megatron's groups are opened, and the caller's to close.
+
+    Drawn from torch's generator.  hidden: H; width: of the experts between their two matrices.
+    """
+    trainer = TrainerConfig(backend="megatron", token_budget=4096, device="auto")
+    open_groups(ParallelLayout.of(trainer), rank=0, device=device)
+    model = Qwen3MoeConfig(
+        hidden_size=hidden, moe_intermediate_size=width, num_experts=num_experts, num_experts_per_tok=2
+    )
+    config = transformer_config(model, trainer, dtype)
+    submodules = get_moe_module_spec(use_te=False, num_experts=num_experts).submodules.experts.submodules
+    submodules.activation_func = GatedSilu
+    made: list[Any] = [
+        kind(num_experts, config, deepcopy(submodules), get_default_pg_collection()).to(device)
+        for kind in (SequentialMLP, GroupedExperts)
+    ]
+    for parameter in made[0].parameters():
+        torch.nn.init.normal_(parameter, std=SPREAD)
+    made[1].load_state_dict(made[0].state_dict())
+    return made[0], made[1]
+
+
+def draw_tokens(counts: list[int], hidden: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tokens [T, H], and probabilities [T] in float32, as Megatron's router makes them; both want gradients."""
+    tokens = torch.randn(sum(counts), hidden, device=device).to(dtype)
+    return tokens.requires_grad_(), torch.rand(sum(counts), device=device).requires_grad_()
+
+
+def through(experts: SequentialMLP, counts: list[int], tokens: Tensor, probabilities: Tensor) -> dict[str, Tensor]:
+    """Output, and gradients by name of a weighted sum of it: of the tokens, the probabilities, every parameter."""
+    output, bias = experts(tokens, torch.tensor(counts), probabilities)
+    assert bias is None
+    factors = torch.linspace(-1, 1, output.numel(), device=output.device, dtype=output.dtype).view_as(output)
+    parameters = dict(experts.named_parameters())
+    gradients = torch.autograd.grad(output, [tokens, probabilities, *parameters.values()], factors)
+    return {"output": output.detach(), **dict(zip(("tokens", "probabilities", *parameters), gradients, strict=True))}

@@ -18,21 +18,16 @@ from rlhpc.training.megatron.model_config import GroupedExperts, grouped_linear,
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.contracts.trainer_scenarios import STEP, take_steps, train, weights_of
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.training.live_bytes import LiveBytes
-from tests.unit.training.megatron.expert_pairs import draw_tokens, expert_pair, through
-from tests.unit.training.packed_rows import draw_samples, pack_row
+from tests.unit.training.megatron.policy_ranks import draw_tokens, expert_pair, through
+from tests.unit.training.packed_rows import LiveBytes, draw_samples, pack_row
 from tests.unit.training.rank_processes import run_ranks
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH = 32, 24
 ROUTINGS = {
-    "every expert": [5, 1, 9, 2, 3, 4],
-    "some have none": [0, 7, 0, 0, 3, 0],
-    "one has all": [0, 0, 11, 0, 0, 0],
-    "the last has all": [0, 0, 0, 0, 0, 3],
-    "one token": [0, 1, 0, 0, 0, 0],
-    "no token": [0, 0, 0, 0, 0, 0],
-}
+    "every expert": [5, 1, 9, 2, 3, 4], "some have none": [0, 7, 0, 0, 3, 0], "one has all": [0, 0, 11, 0, 0, 0],
+    "the last has all": [0, 0, 0, 0, 0, 3], "one token": [0, 1, 0, 0, 0, 0], "no token": [0, 0, 0, 0, 0, 0],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
