@@ -1,19 +1,33 @@
-"""The JSON schema of run files and site files, for editors that check and complete TOML by one.
+"""What the keys of run files and site files mean: the JSON schema that editors check by, and the reference page.
 
-Output: JSON Schema 2020-12.  What a key means is its description; rules over several keys are not in it.
+    python -m launch.commands.schema configs/README.md
+
+writes the part of the page anew that begins with the first table.  The schema is JSON Schema 2020-12; rules over
+several keys are not in it.  A key's meaning is the string below it in its class.  pydantic's use_attribute_docstrings
+would read these sources whenever any process starts; here they are read when somebody asks.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import sys
 from collections.abc import Iterator
-from typing import get_args
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from launch.plan.site_file import Site
-from rlhpc.config.reference import meaning_of
+from rlhpc.config.file import sections
 from rlhpc.config.rules import Config
+from rlhpc.config.setting import Idle, Section, Usual, marks_of, rules_of
 
 _MODELS: dict[str, type[BaseModel]] = {"run": Config, "site": Site}
 
@@ -46,3 +60,142 @@ def _parts_of(annotation: object) -> Iterator[type[BaseModel]]:
         yield annotation
     for part in get_args(annotation):
         yield from _parts_of(part)
+
+
+# ------------------------------------------------------------------------------------------------------- reference page
+
+
+_MOST_VALUES = 3  # that are named one by one
+_TYPES = {
+    int: "integer",
+    float: "number",
+    bool: "`true` or `false`",
+    str: "text",
+    Path: "path",
+    dict[str, float]: "numbers by name",
+    dict[str, int]: "integers by name",
+    dict[str, str]: "texts by name",
+    dict[str, bool | int | float | str]: "values by name",
+    dict[str, dict[str, bool | int | float | str]]: "tables by name",
+    tuple[int, ...]: "list of integers",
+    tuple[float, ...]: "list of numbers",
+    tuple[str, ...]: "list of texts",
+}
+_BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
+
+
+def reference() -> str:
+    """Every table of a run file in Markdown, with its keys: what configs/README.md ends with."""
+    tables = (_table(name, model) for name, model in sections().items())
+    return "\n".join((*tables, "## The whole file", "", *_rules(Config)))
+
+
+def meaning_of(model: type[BaseModel], key: str) -> str:
+    """What a key of a table means, and beside which settings it has an effect, on one line; "" if nothing says it."""
+    parents = (parent for parent in model.__mro__ if issubclass(parent, BaseModel) and parent is not BaseModel)
+    meaning = next(filter(None, (_docstrings(parent).get(key) for parent in parents)), "")
+    conditions = (f"{_condition(mark, model)}." for mark in marks_of(model.model_fields[key], Idle))
+    return " ".join((meaning, *conditions)) if meaning else ""
+
+
+def _table(name: str, model: type[BaseModel]) -> str:
+    assert issubclass(model, Section)
+    rows = [f"## [{name}]", ""]
+    rows += [line for mark in model.whole_table for line in (f"{_condition(mark, model)}.", "")]
+    rows += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key, field in model.model_fields.items():
+        usual = "".join(f"; usual {each}" for each in marks_of(field, Usual))
+        rows.append(f"| `{key}` | {_type(field)}{usual} | {_default(field)} | {meaning_of(model, key)} |")
+    return "\n".join((*rows, "", *_rules(model)))
+
+
+def _rules(model: type[Section]) -> list[str]:
+    rules = [f"* {' '.join((each.__doc__ or '').split())}" for each in rules_of(model)]
+    return ["Rules:", "", *rules, ""] if rules else []
+
+
+def _condition(mark: Idle, model: type[BaseModel]) -> str:
+    keys = {name: f"`{_short(name, model)}`" for name in mark.beside}
+    listed = [f"{keys[name]}{_values(values)}" for name, values in mark.beside.items()]
+    too_many = any(len(values) > _MOST_VALUES for values in mark.beside.values())
+    if too_many:
+        said = f"Only with {mark.other}"
+    elif not mark.is_inverted:
+        said = f"No effect with {' and '.join(listed)}"
+    elif all(values and values[0] in (None, "") for values in mark.beside.values()):
+        said = f"Only without {' and '.join(keys.values())}"
+    else:
+        said = f"Only with {' or '.join(listed)}"
+    notes = [mark.why] if mark.why and not mark.is_inverted else []
+    notes += [f"`{_toml(each)}` is always accepted" for each in mark.accepts]
+    return said + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _short(name: str, model: type[BaseModel]) -> str:
+    """The name without that of the table that it is in."""
+    section, _, key = name.partition(".")
+    return key if sections()[section] is model else name
+
+
+def _values(values: tuple[object, ...]) -> str:
+    return f" = {' or '.join(f'`{_toml(each)}`' for each in values)}" if values else ""
+
+
+@cache
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    (definition,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for statement, text in pairwise(definition.body):
+        match statement, text:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(words))):
+                found[name] = " ".join(words.split())
+    return found
+
+
+def _type(field: FieldInfo) -> str:
+    return " or ".join(_part(part, field.metadata) for part in _alternatives(field.annotation))
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return (part for part in parts if part is not type(None))
+
+
+def _part(annotation: Any, metadata: list[Any]) -> str:
+    if get_origin(annotation) is Annotated:
+        annotation, *more = get_args(annotation)
+        metadata = [*metadata, *(bound for part in more for bound in getattr(part, "metadata", ()))]
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
+    if get_origin(annotation) is tuple and get_origin(get_args(annotation)[0]) is Literal:
+        return f"list of {_part(get_args(annotation)[0], [])}"
+    bounds = [
+        f"{word} {getattr(each, name)}" for each in metadata for name, word in _BOUNDS.items() if hasattr(each, name)
+    ]
+    return f"{_TYPES[annotation]} {', '.join(bounds)}".rstrip()
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "**required**"
+    return "none" if field.default is None else f"`{_toml(field.default)}`"
+
+
+def _toml(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case tuple():
+            return str(list(value))
+        case int() if value >= 10_000:
+            return f"{value:_}"
+    return str(value)
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    by_hand, _, _ = page.read_text(encoding="utf-8").partition("## [run]\n")
+    page.write_text(by_hand + reference(), encoding="utf-8")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic_core import to_json
 
+from launch.commands.schema import meaning_of
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash, load_config, override, read_resolved, sections, write_resolved
-from rlhpc.config.reference import meaning_of
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import NO_WINDOW
 from rlhpc.protocol.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from rlhpc.config.reference import reference
+from launch.commands.schema import reference
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks, commands, prose
 
 PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md"]
@@ -59,7 +59,7 @@ DIRECTORIES = {"rlhpc", "launch", "tests", "docs", "configs", "bench", "slurm", 
 
 def test_the_page_of_the_run_file_is_of_today() -> None:
     page = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
-    assert page.endswith(f"\n{reference()}"), "python -m rlhpc.config.reference configs/README.md"
+    assert page.endswith(f"\n{reference()}"), "python -m launch.commands.schema configs/README.md"
 
 
 def test_the_reference_tells_types_bounds_usual_values_defaults_and_conditions() -> None:

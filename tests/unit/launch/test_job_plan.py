@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from launch.cli import main
+from launch.commands.schema import meaning_of
 from launch.doctor import gpus
 from launch.doctor.gpus import Gpu, parse_listing, visible_gpus
 from launch.plan.gpu_map import VisibleGpus, describe_gpus, map_gpus
@@ -27,7 +28,6 @@ from launch.plan.site_file import SECTIONS, CommonConfig, Site, load_site, slurm
 from launch.run_files.plan_file import Share, read_plan
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
-from rlhpc.config.reference import meaning_of
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests import build
