@@ -278,8 +278,10 @@ def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: s
 
 def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
     """Say that a key does not exist, which do, and which one may be meant: one of a similar name, or one elsewhere."""
-    close = difflib.get_close_matches(key.rpartition(".")[2], legal, n=1)
-    meant = [*close, *(place for place in elsewhere if place.rpartition(".")[2] not in close)][:MOST_HINTS]
+    name = key.rpartition(".")[2]
+    turned = [each for each in legal if sorted(each) == sorted(name)]  # "taks": nearer than "tasks"
+    close = turned[:1] or difflib.get_close_matches(name, legal, n=1)
+    meant = [*close, *(place for place in elsewhere if place.rpartition(".")[2] not in legal)][:MOST_HINTS]
     hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
     return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)}{hint}"
 

@@ -254,6 +254,7 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
         ("learning_rate=1e-5", "trainer.learning_rate or critic.learning_rate"),
         ("trainer.temperature=0.5", "generation.temperature or evaluation.temperature"),
         ("trainer.lerning_rate=1e-5", "learning_rate"),
+        ("data.taks=math_answer", "task"),
         ("run.temperatures=0.5", "generation.temperature or evaluation.temperature"),
     ],
 )
