@@ -81,7 +81,7 @@ def for_the_site(text: str) -> str:
 
 
 def page_of_commands() -> str:
-    """What `rlhpc COMMAND --help` prints, of every command."""
+    """Return the help of every command, as `rlhpc COMMAND --help` prints it."""
     os.environ["COLUMNS"] = "90"
     (below,) = (action for action in command_parser()._actions if isinstance(action, argparse._SubParsersAction))
     parts = ["# Commands", "", "What `rlhpc COMMAND --help` prints."]
@@ -91,7 +91,7 @@ def page_of_commands() -> str:
 
 
 def page_of_metrics() -> str:
-    """What `rlhpc schema metrics` prints."""
+    """Return the names of metrics, as `rlhpc schema metrics` prints them."""
     return for_the_site(f"# Names of metrics\n\n[Metrics](../docs/metrics.md) has the terms.\n\n{table_markdown()}\n")
 
 

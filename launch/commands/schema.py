@@ -1,4 +1,4 @@
-"""What the keys of run files and site files mean: the JSON schema that editors check by, and the reference page.
+"""The meaning of keys of run files and site files: the JSON schema that editors check by, and the reference page.
 
     python -m launch.commands.schema configs/README.md
 
@@ -91,7 +91,7 @@ def reference() -> str:
 
 
 def meaning_of(model: type[BaseModel], key: str) -> str:
-    """What a key of a table means, and beside which settings it has an effect, on one line; "" if nothing says it."""
+    """Return the meaning of a key, and beside which settings it has an effect, on one line; "" if nothing says it."""
     parents = (parent for parent in model.__mro__ if issubclass(parent, BaseModel) and parent is not BaseModel)
     meaning = next(filter(None, (_docstrings(parent).get(key) for parent in parents)), "")
     conditions = (f"{_condition(mark, model)}." for mark in marks_of(model.model_fields[key], Idle))

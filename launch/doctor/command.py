@@ -90,7 +90,7 @@ class Private:
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Private:
-        """What belongs to this process alone."""
+        """Return the names, homes and secrets of the user who runs this process."""
         names = {own_name(), *(environment.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER"))}
         homes = {str(own_home({})), str(own_home(environment))}
         homes |= {str(Path(home).resolve()) for home in homes if home}

@@ -47,7 +47,7 @@ from rlhpc.roles.controller.state import read_saved_state
 
 
 def column(numbers: Mapping[int, Any], length: int, read: Callable[[Any], int] = int) -> NDArray[np.int64]:
-    """What is read of each group from 0 to length − 1, by id; -1: it is not there."""
+    """Return what is read of each group from 0 to length − 1, by id; -1: it is not there."""
     groups = np.fromiter(numbers, np.int64, len(numbers))
     values = np.fromiter(map(read, numbers.values()), np.int64, len(numbers))
     found, is_within = np.full(length, -1, np.int64), (groups >= 0) & (groups < length)

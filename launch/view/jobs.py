@@ -141,7 +141,7 @@ def _how_it_ended(row: JobRow) -> str:
 
 
 def _what_follows(view: SlurmView, row: JobRow) -> str:
-    """What to do about a job that has ended, or what the run does (a resume is refused while it is alive)."""
+    """Say what to do about a job that has ended, or what the run does (a resume is refused while it is alive)."""
     job, remedy = _record(view, row.job_id), row.state.remedy
     if not view.is_alive or "rlhpc resume" not in remedy:
         return remedy

@@ -273,7 +273,7 @@ class RunReport:
 
 
 def read_report(view: RunView) -> RunReport:
-    """What one look at a run says.  Raises RunDirectoryError: no run is here; OSError."""
+    """Make the report of one look at a run.  Raises RunDirectoryError: no run is here; OSError."""
     view.layout.require_run()
     story = read_story(view)
     return RunReport(view, story, hours_of(view, story), advice_for(view))

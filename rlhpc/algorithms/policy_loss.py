@@ -99,7 +99,7 @@ class ImportanceWeight:
 
     @classmethod
     def of(cls, config: AlgorithmConfig) -> ImportanceWeight:
-        """Make what the run file says."""
+        """Return the weights that the run file asks for."""
         return cls(
             level=config.importance_level,
             cap=None if config.importance_cap == "off" else config.importance_cap,

@@ -129,7 +129,7 @@ class RewardShaping:
 
     @classmethod
     def of(cls, config: Config) -> RewardShaping:
-        """Make what the run file says."""
+        """Return the shaping that the run file asks for."""
         return cls(config.shaping, config.max_completion_tokens)
 
     def rewards(self, group: RolloutGroup) -> Float32:
@@ -236,7 +236,7 @@ class SampleMaker:
 
     @classmethod
     def of(cls, config: Config) -> SampleMaker:
-        """Make what the run file says."""
+        """Return the maker of samples that the run file asks for."""
         algorithm = config.algorithm
         return cls(
             make_estimator(algorithm, config.admission.group_size),

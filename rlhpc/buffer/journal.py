@@ -366,7 +366,7 @@ class _OpenFile:
         os.close(self._descriptor)
 
     def _write(self, columns: Mapping[str, Sequence[Any]], after: Sizes) -> None:
-        """Write them.  after: entries that the file has then."""
+        """Write columns to disk.  after: entries that the file has then."""
         for name, pieces in columns.items():
             place = self._layout.place(name, self._used.of(name))
             write_at(self._descriptor, place, pieces, self._layout.place(name, after.of(name)) - place)

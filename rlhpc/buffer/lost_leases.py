@@ -48,7 +48,7 @@ class LineFile(Generic[Line]):
         return [*self.each()]
 
     def each(self) -> Iterator[Line]:
-        """Read them one by one."""
+        """Yield the lines one by one."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:

@@ -57,7 +57,7 @@ class Votes:
 
     @classmethod
     def of(cls, total: int) -> Votes:
-        """Read them from the sum of all votes."""
+        """Return the counts that the sum of all votes spells."""
         return cls(total & _MASK, total >> _BITS & _MASK, total >> 2 * _BITS & _MASK)
 
     def mean_a_delta(self, offered: int, world_size: int) -> bool:
