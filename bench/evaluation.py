@@ -49,7 +49,7 @@ def main() -> int:
         seconds[arm].append(training_s(layout))
         found = figures(layout)
         if arm == "evaluated" and options.steps not in found:
-            raise SystemExit(f"{layout.root}: step {options.steps} was not evaluated; see evaluations/follow.log")
+            raise SystemExit(f"{layout.root}: step {options.steps} was not evaluated; see its log, `rlhpc logs`")
         shown = "".join(f", step {step} {accuracy:.3f}" for step, accuracy in found.items())
         print(f"{arm}-{seed}: {seconds[arm][-1]:.1f} s{shown}", file=sys.stderr, flush=True)
     for arm in ARMS:

@@ -26,7 +26,7 @@ from launch.checks.memory_plan import (
     plan_engine,
     plan_memory,
 )
-from launch.plan.gpu_map import EVALUATION, GpuMap
+from launch.plan.gpu_map import EVALUATING, GpuMap
 from launch.plan.site_file import Site, load_site
 from rlhpc.config.rules import Config, obeys_rules, with_values
 from rlhpc.config.toml import as_override
@@ -362,7 +362,7 @@ def _holders(gpus: GpuMap) -> dict[str, list[str]]:
     """GPU → processes on it; [evaluation] has GPUs of its own, and the engine of a generator."""
     holders: dict[str, list[str]] = {}
     for process, words in gpus.devices.items():
-        for word in words if process != EVALUATION else ():
+        for word in words if process != EVALUATING else ():
             holders.setdefault(word, []).append(process)
     return holders
 

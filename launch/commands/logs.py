@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.common.text import escaped, quoted, say_or_lose, written_unix_s
+from launch.run_files.plan_file import EVALUATOR
 from launch.run_files.run_state import is_complete
 from launch.view.jobs import look_at_run
 from launch.view.run import RunView
@@ -27,6 +28,7 @@ ASK_SLURM_S = 30.0  # sites do not like more frequent queries
 SLURM = "slurm"  # logs of batch steps: slurm/hetjob-12
 _TAIL_BYTES = 1 << 20  # 200 lines of vLLM's are some 50 kB
 _CHUNK_BYTES = 1 << 20
+_OUTLIVE_ATTEMPTS = ("generator-", "reward-", f"{EVALUATOR}-")
 _NO_COLOUR = "\x1b[0m"
 _ATTEMPT = re.compile(r"attempt_(\d+)\.log")
 
@@ -105,7 +107,7 @@ def _newest(files: list[LogFile]) -> list[LogFile]:
     batch = [file for file in files if file.attempt < 0]
     newest = max((written_unix_s(file.path) for file in batch), default=0.0)
     return [
-        *(file for file in of_name.values() if file.attempt == last or file.name.startswith(("generator-", "reward-"))),
+        *(file for file in of_name.values() if file.attempt == last or file.name.startswith(_OUTLIVE_ATTEMPTS)),
         *(file for file in batch if written_unix_s(file.path) > newest - 86400),
     ]
 
@@ -116,7 +118,7 @@ def _is_meant(name: str, role: str | None) -> bool:
 
 def _may_come(layout: RunLayout, role: str | None) -> bool:
     """True if a missing log may still appear: the role's name is valid, and the run is not over."""
-    roles = ("controller", "trainer", "generator", "reward", SLURM)
+    roles = ("controller", "trainer", "generator", "reward", EVALUATOR, SLURM)
     known = role is None or role in roles or (role.rpartition("-")[0] in roles and role.rpartition("-")[2].isdigit())
     return known and not is_over(layout)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from launch.plan.site_file import GpuConfig, RewardsSection
+from launch.run_files.plan_file import EVALUATOR
 from rlhpc.config.rules import Config, obeys_rules, with_values
 from rlhpc.config.toml import as_override
 from rlhpc.protocol.errors import ConfigError
@@ -126,7 +127,7 @@ def _nodes(key: str, tasks: int, most: int | None, given: int | None, section: s
 
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-EVALUATION = "evaluation"  # the command that evaluates a run, beside its processes
+EVALUATING = f"{EVALUATOR}-0"  # the process that evaluates a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
     left = words[place:]
     evaluation = _of_evaluation(config, left, gpus)
     _refuse_parts(trainer, workers | evaluation)
-    return GpuMap(trainer | workers | evaluation, left[len(evaluation.get(EVALUATION, ())) :], transport)
+    return GpuMap(trainer | workers | evaluation, left[len(evaluation.get(EVALUATING, ())) :], transport)
 
 
 def _of_evaluation(config: Config, left: tuple[str, ...], gpus: VisibleGpus) -> dict[str, tuple[str, ...]]:
@@ -205,7 +206,7 @@ def _of_evaluation(config: Config, left: tuple[str, ...], gpus: VisibleGpus) -> 
             "legal: fewer generation.num_replicas or trainer.num_ranks; or without [evaluation], and "
             "`rlhpc evaluate RUN_DIR DATA --follow` on another machine"
         )
-    return {EVALUATION: left[:wanted]} if wanted else {}
+    return {EVALUATING: left[:wanted]} if wanted else {}
 
 
 def describe_gpus(gpu_map: GpuMap) -> str:

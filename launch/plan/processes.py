@@ -14,7 +14,7 @@ from typing import Any
 from launch.common.text import counted
 from launch.plan.gpu_map import VARIABLE, GpuMap, describe_gpus
 from launch.plan.site_file import ClusterConfig
-from launch.run_files.plan_file import LOCAL, Limits, Share, plan_text
+from launch.run_files.plan_file import EVALUATOR, LOCAL, Limits, Share, plan_text
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import NO_WINDOW, TrainerConfig
@@ -212,6 +212,8 @@ def local_plan_document(
         _component("trainer", [trainer], gpus, hides_gpus=config.trainer.device == "cpu", num_threads=threads),
         _component("generation", [generation], gpus),
     ]
+    if config.evaluation:  # as the command has it: with all threads that its libraries like
+        components += [_component("evaluation", [Share(EVALUATOR, 1)], gpus) | {"defaults": {}}]
     job = {"name": LOCAL, "array_size": None, "components": components}
     machine = {"num_cores": num_cores, "num_gpus_left": len(gpus.spare), "uses_gpus": bool(gpus.devices)}
     typed = {"again": [*again], "typed_in": str(Path.cwd())} if again else {}

@@ -17,6 +17,7 @@ from rlhpc.protocol.errors import RlhpcError
 
 SCHEMA = 1
 LOCAL = "local"  # placement of a run without Slurm
+EVALUATOR = "evaluator"  # the role that evaluates a run while it trains: `rlhpc evaluate RUN_DIR --follow`
 
 
 class PlanFileError(RlhpcError):
@@ -27,7 +28,7 @@ class PlanFileError(RlhpcError):
 class Share:
     """Processes of one role in one component (per array task, if the job is an array)."""
 
-    role: str  # as `python -m rlhpc.roles` calls it
+    role: str  # as `python -m rlhpc.roles` calls it, or EVALUATOR
     num_processes: int
     first_replica: int = 0  # of the whole job; numbers go on over array tasks
 

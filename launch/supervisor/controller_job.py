@@ -20,7 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from launch.run_files.plan_file import JobPart
+from launch.common.text import quoted
+from launch.run_files.plan_file import EVALUATOR, JobPart
 from launch.run_files.run_state import (
     Attempt,
     Cause,
@@ -161,6 +162,8 @@ class ControllerJobSupervisor:
                 has = {"has_saved": self._saved_step() > saved_before, "has_trained": self._has_trained}
                 pause_s = pause_before_another(outcome, self._plan, self._limit, self._budget, **has)
                 if pause_s is None:
+                    if outcome.cause is Cause.COMPLETE:
+                        self._await_evaluation()
                     return outcome
                 self._log.say("retry", f"{outcome.text}; another attempt in {pause_s:.0f} s")
                 self._pause(pause_s)
@@ -382,6 +385,9 @@ class ControllerJobSupervisor:
 
     def _part_ended(self, step: StartedProcesses) -> None:
         """A component has ended without having been asked to."""
+        if step.role == EVALUATOR:
+            self._evaluator_ended(step)
+            return
         summary, progress = self._certain(lambda: self._classifier.exit_summary(step)), self._progress()
         is_told = progress is not None and progress.is_ending  # by the controller, which is about to end
         is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
@@ -396,6 +402,12 @@ class ControllerJobSupervisor:
             controller.ask_to_leave(signal.SIGINT)
         else:
             self._end_alone(step, summary, progress)
+
+    def _evaluator_ended(self, step: StartedProcesses) -> None:
+        """The run goes on without it; one that has asked the run to stop has ended well."""
+        if step.status() != 0:
+            summary = self._certain(lambda: self._classifier.exit_summary(step))
+            self._log.say("part_end", f"[evaluation] has failed, and the run continues without it: {summary}")
 
     def _end_alone(self, step: StartedProcesses, summary: str, progress: ReportedProgress | None) -> None:
         """A role has no process left: save the trained state, without waiting for roles that cannot come back."""
@@ -426,6 +438,22 @@ class ControllerJobSupervisor:
         steps = f"step {trained} trained, step {self._saved_step()} saved"
         self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {outcome.text}")
         return outcome
+
+    def _await_evaluation(self) -> None:
+        """Have the last model of a complete run evaluated when all else has ended, unless somebody asks for an end."""
+        if not self._processes.has(EVALUATOR):
+            return
+        self._processes.end_all(self._grace_s(), is_wanted=False, spared=EVALUATOR)
+        root = quoted(self._layout.root)
+        self._log.say("evaluation", f"the run is complete; its last model is evaluated now (`rlhpc logs {root} -f`)")
+        while self._processes.has(EVALUATOR):
+            if self._asked_not_to_begin() is not None:
+                self._log.say("evaluation", f"`rlhpc evaluate {root}` continues the evaluation")
+                return
+            self._signals.sleep(POLL_S)
+        for step in self._processes.ended():
+            if step.role == EVALUATOR:
+                self._evaluator_ended(step)
 
     def _grace_s(self) -> float:
         """Seconds that the other roles may take to end: leaves enough time to requeue this job."""

@@ -1,6 +1,6 @@
 """The processes that one job of a run starts: the controller, and everything that serves it.
 
-Generators and reward services keep running from one attempt to the next; a trainer belongs to one attempt.
+Generators, reward services and the evaluator keep running from one attempt to the next; a trainer belongs to one.
 """
 
 from __future__ import annotations
@@ -367,12 +367,15 @@ class Processes:
                 found.append(step)
         return found
 
+    def has(self, role: str) -> bool:
+        """True while a process of this role runs."""
+        return any(step.status() is None for step in self._of(role))
+
     def others_serve(self, role: str) -> bool:
         """True if processes of this role run in this job, or are registered by others."""
-        steps = self._of(role)
-        if any(step.status() is None for step in steps):
+        if self.has(role):
             return True
-        own = {name for step in steps for name in step.processes}
+        own = {name for step in self._of(role) for name in step.processes}
         progress = read_progress(self._plan.layout)
         return progress is not None and any(name not in own for name in progress.names(role))
 
@@ -384,22 +387,23 @@ class Processes:
             if not step.wait(deadline.left_s, self._signals.sleep):
                 step.kill()
 
-    def ask_all_to_leave(self) -> list[StartedProcesses]:
-        """Ask everything but the controller to exit; returns what is running."""
-        left = [step for step in self._steps.values() if step.status() is None]
+    def ask_all_to_leave(self, spared: str = "") -> list[StartedProcesses]:
+        """Ask everything but the controller, and the role that is spared, to exit; returns what is to end."""
+        left = [step for step in self._steps.values() if step.status() is None and step.role != spared]
         for step in left:
             if not step.asked:
                 step.ask_to_leave()
         return left
 
-    def end_all(self, grace_s: float, *, is_wanted: bool) -> None:
+    def end_all(self, grace_s: float, *, is_wanted: bool, spared: str = "") -> None:
         """End every process of this job; generators hand back their leases, unless Ctrl-C is pressed meanwhile.
 
         is_wanted: somebody has asked for it, so that a process that has to be killed is no fault of the run.
+        spared: a role that goes on.
         """
         if self.controller is not None:
             self.controller.kill()
-        left, interrupts = self.ask_all_to_leave(), self._signals.interrupts
+        left, interrupts = self.ask_all_to_leave(spared), self._signals.interrupts
 
         def is_over() -> bool:
             return self._signals.interrupts > interrupts or all(step.status() is not None for step in left)

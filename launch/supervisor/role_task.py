@@ -6,7 +6,10 @@ allows that, and writes an exit record.  Guarantees: exits with the role's exit 
 behind.
 
 Slurm signals every process of a step.  The wrapper ignores these signals: the role receives them too and reacts.  Only
-to a generator or reward service it passes srun's notices on as SIGTERM, of which one that still loads ends at once.
+to a role that outlives attempts it passes srun's notices on as SIGTERM, of which one that still loads ends at once.
+
+The evaluator is the command `rlhpc evaluate RUN_DIR --follow`: it has a role's log, limits and restarts, and no
+channel: the run knows nothing of it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from pathlib import Path
 from typing import IO
 
 from launch.common.text import LONGEST_TEMPORARY_PATH
-from launch.run_files.plan_file import JobPart, Part, read_plan
+from launch.run_files.plan_file import EVALUATOR, JobPart, Part, read_plan
 from launch.run_files.records import ExitRecord, last_error_in, write_exit_record
 from launch.run_files.run_state import is_complete, read_progress
 from launch.slurm.queue import ThisJob
@@ -48,7 +51,7 @@ from rlhpc.base.processes import (
     name_nameless_user,
     wait_for_child,
 )
-from rlhpc.protocol.errors import EXIT_ALONE, EXIT_CONFIG, RlhpcError
+from rlhpc.protocol.errors import EXIT_ALONE, EXIT_CONFIG, EXIT_INTERRUPTED, RlhpcError
 
 # ---------------------------------------------------------------------------------------------------------- bounded log
 #
@@ -195,6 +198,7 @@ def node_name(environment: Mapping[str, str]) -> str:
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
 MAX_STARTS = 4  # of an expendable role without progress in between
+EVALUATOR_NICENESS = 10  # where the run has no GPUs: it takes cores that the run leaves
 PAUSE_S = 5.0  # before the second start; longer before each further one
 POLL_S = 0.2
 ASKED = "asked to leave"  # in the exit record
@@ -260,7 +264,8 @@ class _Task:
         self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
         self._starts = 0
         self._held: int | None = None  # open, and locked: its directory for temporary files
-        self._is_expendable = options.role in ("generator", "reward")
+        self._is_evaluator = options.role == EVALUATOR
+        self._is_expendable = self._is_evaluator or options.role in ("generator", "reward")
         # What the role is sent for a signal to this process; of the others it has its own, or is to have none.
         self._asks: dict[int, signal.Signals] = {number: number for number in _ENDS}
         if self._is_expendable:
@@ -270,7 +275,7 @@ class _Task:
         """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
         patiently(self._make_place, self._log.parent)
         patiently(partial(self._record.unlink, missing_ok=True), self._record)
-        fruitless, step = 0, self._step()
+        fruitless, progress = 0, self._progress()
         while True:
             try:
                 status = self._once()
@@ -280,11 +285,11 @@ class _Task:
             except NotNow as error:
                 self._write_down(1, str(error))
                 return 1
-            if status - 128 in [self._asks.get(number) for number in _SIGNALS]:  # it had no handler yet: it has obeyed
+            if self._has_obeyed(status):
                 self._write_down(0, ASKED)
                 return 0
-            fruitless = 1 if self._step() > step else fruitless + 1
-            step = self._step()
+            fruitless = 1 if self._progress() > progress else fruitless + 1
+            progress = self._progress()
             is_over = fruitless >= MAX_STARTS or not self._may_start_again(status)
             self._write_down(status, is_final=is_over)
             if is_over:
@@ -303,8 +308,18 @@ class _Task:
                 raise TaskError(f"{self._plan.layout.root} is gone: was it moved or deleted?") from None
             raise
 
+    def _has_obeyed(self, status: int) -> bool:
+        """Whether it has ended by a signal that it was sent: it had no handler yet, or is a command, which says 130."""
+        if self._is_evaluator and status == EXIT_INTERRUPTED:
+            return bool(_SIGNALS)
+        return status - 128 in [self._asks.get(number) for number in _SIGNALS]
+
     def _may_start_again(self, status: int) -> bool:
-        if not self._is_expendable or status in NO_RETRY or _SIGNALS or is_complete(self._plan.layout):
+        if not self._is_expendable or status in NO_RETRY or _SIGNALS:
+            return False
+        if self._is_evaluator:  # of a complete run, too, whose last model is to be evaluated
+            return True
+        if is_complete(self._plan.layout):
             return False
         progress = read_progress(self._plan.layout)
         has_served = progress is not None and self._name in progress.names(self._options.role)
@@ -331,7 +346,7 @@ class _Task:
                     stderr=subprocess.STDOUT,
                     env=environment,
                     pass_fds=self._options.hold,
-                    preexec_fn=partial(_before_the_role, os.getpid()),  # this process has one thread
+                    preexec_fn=partial(_before_the_role, os.getpid(), self._niceness),  # this process has one thread
                 )
                 self._starts += 1
                 self._pass_on_signals(role)
@@ -403,6 +418,9 @@ class _Task:
 
     def _command(self, base: Path) -> list[str]:
         options, plan = self._options, self._plan
+        if self._is_evaluator:
+            words = ["-P", "-m", "launch.cli", "evaluate", str(plan.layout.root), "--follow"]
+            return [*_bound(self._part.python, base), *words]
         # -P: else a profile.py or code.py where the user has submitted would be imported by torch.
         words = [*_bound(self._part.python, base), "-P", "-m", "rlhpc.roles", options.role]
         words += ["--run-dir", str(plan.layout.root)]
@@ -417,7 +435,14 @@ class _Task:
         words += ["--incarnation", self._job.incarnation(start)]
         return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]
 
-    def _step(self) -> int:
+    @property
+    def _niceness(self) -> int:
+        return EVALUATOR_NICENESS if self._is_evaluator and self._name not in self._part.visible_devices else 0
+
+    def _progress(self) -> int:
+        """A number that grows where a start was not in vain: steps of the run, or evaluations of it."""
+        if self._is_evaluator:
+            return seen(lambda: sum(1 for _ in self._plan.layout.evaluations.glob("*/summary.json")), 0)
         progress = read_progress(self._plan.layout)
         return progress.step if progress is not None else -1
 
@@ -520,7 +545,7 @@ def own_directory(base: Path) -> Path:
     return base
 
 
-def _before_the_role(parent: int) -> None:
+def _before_the_role(parent: int, niceness: int) -> None:
     """Runs in the role's process before its program: Slurm's warning signals must not kill a role without a handler.
 
     An interrupt waits until its Python has started, which would end with status 1 (rlhpc/roles/__main__.py).  The role
@@ -529,6 +554,7 @@ def _before_the_role(parent: int) -> None:
     for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    os.nice(niceness)
     die_with(parent)
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from launch.commands.arguments import takes_evaluation
 from launch.evaluate import follow
+from launch.supervisor.role_task import MAX_STARTS
 from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import with_values
@@ -328,7 +329,8 @@ def test_what_the_run_file_asks_for_is_evaluated_beside_the_run(lab: Lab) -> Non
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
         said = run.story()
-    assert "pass@1" in (layout.evaluations / "follow.log").read_text()
+    assert "pass@1" in layout.log("evaluator", 0, 0).read_text()
+    assert "its last model is evaluated now" in said
     past = RunView(layout).evaluations
     assert max(past["held-out"]) == max(past["greedy"]) == 12
     assert len(past["greedy"]) <= 2  # a first one, and that at the end
@@ -353,9 +355,17 @@ def test_an_evaluation_that_fails_does_not_touch_the_run(lab: Lab) -> None:
     slow = {"task": "tests.ring.ring_rewards:slow_parity"}
     with Run(lab.run_file("lonely", run={"num_steps": 100_000}, data=slow, evaluation=[table]), layout) as run:
         run.wait_for_step(1)
-        for process in followers(layout.root):
-            process.kill()
-        wait_while_it_moves(lambda: "[evaluation] has failed" in run.story(), lambda: 0, "words", run.story)
+        killed: set[int] = set()
+
+        def is_given_up() -> bool:
+            for process in followers(layout.root):
+                process.kill()
+                killed.add(process.pid)
+            return "[evaluation] has failed" in run.story()
+
+        wait_while_it_moves(is_given_up, lambda: len(killed), "words", run.story)
+        assert "evaluator-0 on" in run.story()
+        assert len(killed) == MAX_STARTS
         step = run.status()["step"]
         run.wait_for_step(step + 2)
         assert rlhpc("stop", str(layout.root)).returncode == 0
@@ -392,7 +402,7 @@ def test_a_run_file_can_say_when_a_run_is_stopped(lab: Lab) -> None:
     with Run(lab.run_file("enough", run={"num_steps": 100_000}, data=slow, evaluation=[table]), layout) as run:
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
-    assert "reward is no better than" in (layout.evaluations / "follow.log").read_text()
+    assert "reward is no better than" in layout.log("evaluator", 0, 0).read_text()
     assert len(figures_of(layout)) >= 2
     assert 0 < run.status()["step"] < 100_000
 

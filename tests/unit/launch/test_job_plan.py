@@ -677,16 +677,16 @@ def test_evaluation_has_gpus_of_its_own_before_rewards_have_the_rest():
     tables = [{"path": "a.jsonl"}, {"path": "b.jsonl", "num_replicas": 2}]
     config = config_of_gpus(generation={"tensor_parallel": 2}, evaluation=tables)
     gpus = map_gpus(config, visible(*"01234567"))
-    assert (gpus.variable("evaluation"), gpus.variable("reward-0")) == ("3,4,5,6", "7")
-    assert "evaluation: 3,4,5,6" in describe_gpus(gpus)
+    assert (gpus.variable("evaluator-0"), gpus.variable("reward-0")) == ("3,4,5,6", "7")
+    assert "evaluator-0: 3,4,5,6" in describe_gpus(gpus)
     with pytest.raises(ConfigError, match=r"\[evaluation\] needs 4 GPU\(s\) beside those of the run, 2 are left of 5"):
         map_gpus(config, visible(*"01234"))
     alone = config_of_gpus(generation={"kv_cache_bytes": 1 << 30}, evaluation=tables[:1])
     with pytest.raises(ConfigError, match="0 are left"):
         map_gpus(alone, visible("0"))
     scripted = config_of_gpus(generation={"engine": "scripted"}, evaluation=tables)
-    assert map_gpus(scripted, visible("0")).variable("evaluation") == ""
-    assert map_gpus(scripted, VisibleGpus()).variable("evaluation") is None
+    assert map_gpus(scripted, visible("0")).variable("evaluator-0") == ""
+    assert map_gpus(scripted, VisibleGpus()).variable("evaluator-0") is None
 
 
 def test_uuids_and_parts_are_handed_on_as_they_are():
@@ -748,7 +748,7 @@ def test_gpus_of_their_own_mean_nccl_and_the_plan_says_who_has_which():
         ({}, (PART_0, PART_1), rf"generator-0 on a MIG slice, {PART_1}: .* legal: whole GPUs for engines, after"),
         ({}, ("0", OLD_PART), rf"generator-0 on a MIG slice, {OLD_PART}"),
         ({"generation": {"kv_cache_bytes": 9}}, (PART_0,), rf"generator-0 on a MIG slice, {PART_0}"),
-        ({"evaluation": [{"path": "a.jsonl"}]}, ("0", "1", PART_0), "evaluation on a MIG slice"),
+        ({"evaluation": [{"path": "a.jsonl"}]}, ("0", "1", PART_0), "evaluator-0 on a MIG slice"),
         ({"generation": {"kv_cache_bytes": 9}, "weights": {"transport": "nccl"}}, ("0",), r"both on GPU 0, .*ipc"),
         ({"weights": {"transport": "ipc"}}, ("0", "1"), r"trainer-0 on GPU 0, generator-0 on GPU 1"),
         ({"weights": {"transport": "nccl"}}, (), r"weights\.transport='nccl', and generator-0 is on CPU"),

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from launch.run_files.plan_file import LOCAL, SCHEMA
-from launch.run_files.records import last_error_line, read_failures
+from launch.run_files.records import last_error_line, read_exit_record, read_failures
 from launch.run_files.run_state import Attempt
 from launch.supervisor import controller_job, role_task
 from launch.supervisor.local_run import LocalSignals, supervise_locally
@@ -31,13 +31,17 @@ pytestmark = pytest.mark.starts
 
 # ------------------ A run without Slurm: processes are started, watched, started again and ended; the failure that ends
 
-# In the place of `python -m rlhpc.roles ROLE …`: the program of that name, in the run directory.
+# In the place of `python -m rlhpc.roles ROLE …`, or of the evaluator's command: the program of that name, in the run
+# directory.
 ROLE = """
 import signal, sys, pathlib
 words = sys.argv
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # as a role does
-role, root = words[words.index("rlhpc.roles") + 1], pathlib.Path(words[words.index("--run-dir") + 1])
-name = role + "-" + words[words.index("--replica") + 1]
+if "--follow" in words:
+    name, root = "evaluator-0", pathlib.Path(words[words.index("evaluate") + 1])
+else:
+    role, root = words[words.index("rlhpc.roles") + 1], pathlib.Path(words[words.index("--run-dir") + 1])
+    name = role + "-" + words[words.index("--replica") + 1]
 exec((root / (name + ".py")).read_text())
 """
 PATIENT = "import time; time.sleep(600)"  # longer than any test has patience
@@ -215,6 +219,57 @@ def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab):
     (line,) = (line for line in lab.told if "is killed: it did not exit in time" not in line)  # on a busy machine
     assert line.startswith("generator-0 has ended: ")
     assert "signal SIGKILL: step 5" in line
+
+
+def test_an_evaluator_that_fails_is_started_again_and_the_run_goes_on(lab):
+    ends = "import time\nwhile not (root / 'told').exists(): time.sleep(0.02)\n" + COMPLETE
+    refused_at_last = (
+        "if (root / 'seen').exists(): sys.exit(2)\n"  # its settings: no other start would help
+        "(root / 'seen').touch(), sys.exit('rlhpc: no engine')\n"
+    )
+    looks: list[int] = []
+
+    def let_end() -> None:
+        looks.extend([1] * any("[evaluation] has failed" in line for line in lab.told))
+        if len(looks) > 10:  # and nobody has ended the run for it meanwhile
+            (lab.layout.root / "told").touch()
+
+    assert lab.run(let_end, controller_0=ends, evaluator_0=refused_at_last) == 0
+    restarted, given_up = (line for line in lab.told if "evaluator-0 on " in line)
+    assert restarted.endswith("rlhpc: no engine; it is restarted")
+    assert given_up.startswith("[evaluation] has failed, and the run continues without it: ")
+
+
+EVALUATES = "import time\nwhile not (root / 'evaluated').exists(): time.sleep(0.02)"
+
+
+def test_of_a_complete_run_the_last_model_is_evaluated_when_all_others_have_left(lab):
+    def evaluate() -> None:
+        if any("its last model is evaluated now" in line for line in lab.told):
+            assert read_exit_record(lab.layout, "generator-0", 0) is not None
+            (lab.layout.root / "evaluated").touch()
+
+    leaves_late = LEAVES + "\ntime.sleep(1.0)"
+    assert lab.run(evaluate, controller_0=COMPLETE, generator_0=leaves_late, evaluator_0=EVALUATES) == 0
+    (line,) = lab.told
+    assert line.startswith("the run is complete; its last model is evaluated now (`rlhpc logs ")
+
+
+@pytest.mark.parametrize("asks_by", ["a request", "a signal"])
+def test_nobody_waits_for_the_last_evaluation_who_asks_for_an_end(lab, asks_by):
+    ends_as_a_command = "import signal; signal.signal(15, lambda *_: sys.exit(130))\n" + EVALUATES
+
+    def ask() -> None:
+        if any("its last model is evaluated now" in line for line in lab.told):
+            if asks_by == "a request":
+                lab.layout.stop_request.touch()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    assert lab.run(ask, controller_0=COMPLETE, evaluator_0=ends_as_a_command) == 0
+    assert any("`rlhpc evaluate " in line for line in lab.told)
+    assert read_failures(lab.layout, 0) == []
+    assert_gone(lab.pids)
 
 
 def test_what_does_not_end_in_time_is_killed(lab, monkeypatch):
