@@ -1,8 +1,8 @@
 """Messages between a reward pool and its worker processes, over a pair of pipes.
 
-A frame is a length (4 bytes, little-endian) and a msgspec message.  The worker says Ready once; after that one Reply
-answers one JudgeRequest, and one Turn one Dialogue, strictly in turn.  Nothing here can run code of the other side: no
-pickle.
+A frame is a length (4 bytes, little-endian) and a msgspec message.  The worker says Ready once; after that one Replies
+answers one JudgeRequest, and one Turn one DialogueRequest, strictly in turn.  Nothing here can run code of the other
+side: no pickle.
 """
 
 from __future__ import annotations
@@ -21,48 +21,42 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
 
 
 class JudgeRequest(msgspec.Struct, array_like=True, frozen=True, tag="judge"):
-    """Judge this."""
-
-    task: str
-    completion: str
-    reference: str
-    memory_limit_bytes: int = 0  # address space of the worker meanwhile; 0: no limit
-
-
-class Reply(msgspec.Struct, array_like=True, frozen=True, tag="judged"):
-    """The outcome; if `error` is not empty the rest has no meaning."""
-
-    reward: float
-    is_correct: bool
-    parts: dict[str, float]
-    detail: str
-    error: str
-    answer: str = ""
-    rewards_at: dict[int, float] = {}
-    failure: str = ""  # where error is not empty: one of failures.FAILURES
-    num_forked: int = 0  # processes that were left behind, and killed
-    costs: dict[str, float] = {}  # names of failures.COSTS
-    traceback: str = ""  # of what was raised, for the log
-
-
-class Batch(msgspec.Struct, array_like=True, frozen=True, tag="judge_all"):
-    """Judge these together, by a function that is batched."""
+    """Judge these: several only where the task's function is batched."""
 
     task: str
     completions: list[str]
     references: list[str]
-    memory_limit_bytes: int = 0  # as of a JudgeRequest
+    memory_limit_bytes: int = 0  # address space of the worker meanwhile; 0: no limit
 
 
-class Replies(msgspec.Struct, array_like=True, frozen=True, tag="judged_all"):
-    """One reply for each completion; if `error` is not empty there are none."""
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """The outcome of one completion; if `error` is not empty the rest has no meaning."""
+
+    reward: float = 0.0
+    is_correct: bool = False
+    parts: dict[str, float] = {}
+    detail: str = ""
+    answer: str = ""
+    rewards_at: dict[int, float] = {}
+    costs: dict[str, float] = {}  # names of outcomes.COSTS
+    error: str = ""
+    failure: str = ""  # where error is not empty: one of outcomes.FAILURES
+
+
+class Answered(msgspec.Struct, array_like=True, frozen=True):
+    """What every answer says of the work on it; if `error` is not empty the rest of it has no meaning."""
+
+    error: str = ""
+    failure: str = ""  # as of a Reply, costs too
+    num_forked: int = 0  # processes that were left behind, and killed
+    costs: dict[str, float] = {}
+    traceback: str = ""  # of what was raised, for the log
+
+
+class Replies(Answered, array_like=True, frozen=True, tag="judged"):
+    """One reply for each completion."""
 
     replies: list[Reply] = []
-    error: str = ""
-    failure: str = ""  # these four as of a Reply
-    num_forked: int = 0
-    costs: dict[str, float] = {}
-    traceback: str = ""
 
 
 class DialogueRequest(msgspec.Struct, array_like=True, frozen=True, tag="dialogue"):
@@ -79,8 +73,8 @@ class DialogueRequest(msgspec.Struct, array_like=True, frozen=True, tag="dialogu
     memory_limit_bytes: int = 0  # as of a JudgeRequest
 
 
-class Turn(msgspec.Struct, array_like=True, frozen=True, tag="turn"):
-    """What an environment answers; if `error` is not empty the rest has no meaning."""
+class Turn(Answered, array_like=True, frozen=True, tag="turn"):
+    """What an environment answers."""
 
     messages: tuple[dict[str, str], ...] = ()
     reward: float = 0.0  # of all turns so far
@@ -89,11 +83,6 @@ class Turn(msgspec.Struct, array_like=True, frozen=True, tag="turn"):
     detail: str = ""
     is_done: bool = False  # the environment is
     is_over: bool = False  # the rewards are final
-    error: str = ""
-    failure: str = ""  # these four as of a Reply
-    num_forked: int = 0
-    costs: dict[str, float] = {}
-    traceback: str = ""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

@@ -39,6 +39,7 @@ _ABBREVIATIONS = frozenset(
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]+[\"'”’)\]*_]*(?=\s|$)")
 _LONGEST_ABBREVIATION = 8  # characters, and one more
 _LAST_WORD = re.compile(r"[\w.]*$")
+_BULLET = re.compile(r"^[ \t]*(?:\*(?!\*)|-(?!-))[ \t]*\S", re.MULTILINE)
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _QUOTES = "\"'“”‘’"
 
@@ -49,25 +50,6 @@ class Instruction:
 
     follows: Callable[[str, Arguments], bool]
     arguments: Mapping[str, str] = field(default_factory=dict)
-
-
-# ------------------------------------------------------------------------------------------------------------ keywords
-
-
-def _has_keywords(text: str, to: Arguments) -> bool:
-    return all(word.lower() in text.lower() for word in to["keywords"])
-
-
-def _has_keyword_often(text: str, to: Arguments) -> bool:
-    return _stands_to(text.lower().count(to["keyword"].lower()), to["frequency"], to["relation"])
-
-
-def _has_no_forbidden_word(text: str, to: Arguments) -> bool:
-    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in to["forbidden_words"])
-
-
-def _has_letter_often(text: str, to: Arguments) -> bool:
-    return _stands_to(text.lower().count(to["letter"].lower()), to["let_frequency"], to["let_relation"])
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths
@@ -88,14 +70,6 @@ def _goes_on(before: str) -> bool:
     word = match[0].lower() if match else ""
     is_initial = len(word) == 1 and word.isalpha() and word != "i"
     return is_initial or word in _ABBREVIATIONS or (word.isdigit() and before.strip() == word)
-
-
-def _has_sentences(text: str, to: Arguments) -> bool:
-    return _stands_to(num_sentences(text), to["num_sentences"], to["relation"])
-
-
-def _has_words(text: str, to: Arguments) -> bool:
-    return _stands_to(len(re.findall(r"\w+", text)), to["num_words"], to["relation"])
 
 
 def _has_paragraphs(text: str, to: Arguments) -> bool:
@@ -124,10 +98,6 @@ def _begins_paragraph_with(text: str, to: Arguments) -> bool:
 # -------------------------------------------------------------------------------------------------- content and format
 
 
-def _has_placeholders(text: str, to: Arguments) -> bool:
-    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= int(to["num_placeholders"])
-
-
 def _has_postscript(text: str, to: Arguments) -> bool:
     """A line begins with the marker; blanks between its letters do not count ("P. S.")."""
     marker = "".join(to["postscript_marker"].lower().split())
@@ -135,23 +105,10 @@ def _has_postscript(text: str, to: Arguments) -> bool:
     return re.search(rf"^[ \t*_]*{pattern}", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
-def _has_bullets(text: str, to: Arguments) -> bool:
-    return len(re.findall(r"^[ \t]*(?:\*(?!\*)|-(?!-))[ \t]*\S", text, re.MULTILINE)) == int(to["num_bullets"])
-
-
-def _is_one_of_the_answers(text: str, _to: Arguments) -> bool:
-    return any(answer in text for answer in _ANSWERS)
-
-
 def _has_highlights(text: str, to: Arguments) -> bool:
     """*like this* or **like this**, on one line and not empty."""
     found = re.findall(r"\*\*([^*\n]+)\*\*|\*([^*\n]+)\*", text)
     return sum(1 for pair in found if "".join(pair).strip()) >= int(to["num_highlights"])
-
-
-def _has_sections(text: str, to: Arguments) -> bool:
-    marks = re.findall(rf"{re.escape(to['section_spliter'].strip())}\s?\d+", text)
-    return len(marks) >= int(to["num_sections"])
 
 
 def _is_json(text: str, _to: Arguments) -> bool:
@@ -183,81 +140,88 @@ def _has_two_responses(text: str, _to: Arguments) -> bool:
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
 
-def _repeats_the_prompt(text: str, to: Arguments) -> bool:
-    return text.strip().lower().startswith(to["prompt_to_repeat"].strip().lower())
-
-
-# ----------------------------------------------------------------------------------------- beginning, end, case, comma
-
-
-def _ends_with(text: str, to: Arguments) -> bool:
-    return text.strip().strip('"').rstrip().lower().endswith(to["end_phrase"].strip().lower())
-
-
-def _is_quoted(text: str, _to: Arguments) -> bool:
-    bare = text.strip()
-    return len(bare) > 1 and bare[0] == bare[-1] == '"'
-
-
-def _has_capital_words(text: str, to: Arguments) -> bool:
-    words = [word for word in re.findall(r"[\w'’-]+", text) if word.isupper()]
-    return _stands_to(len(words), to["capital_frequency"], to["capital_relation"])
-
-
-def _is_upper(text: str, _to: Arguments) -> bool:
-    return text.isupper()
-
-
-def _is_lower(text: str, _to: Arguments) -> bool:
-    return text.islower()
-
-
-def _has_no_comma(text: str, _to: Arguments) -> bool:
-    return "," not in text
-
-
 def _stands_to(count: int, number: int, relation: str) -> bool:
     return count >= number if relation == AT_LEAST else count < number
 
 
 INSTRUCTIONS: Mapping[str, Instruction] = MappingProxyType(
     {
-        "keywords:existence": Instruction(_has_keywords, {"keywords": "texts"}),
-        "keywords:frequency": Instruction(
-            _has_keyword_often, {"keyword": "text", "frequency": "count", "relation": "relation"}
+        "keywords:existence": Instruction(
+            lambda text, to: all(word.lower() in text.lower() for word in to["keywords"]), {"keywords": "texts"}
         ),
-        "keywords:forbidden_words": Instruction(_has_no_forbidden_word, {"forbidden_words": "texts"}),
+        "keywords:frequency": Instruction(
+            lambda text, to: _stands_to(text.lower().count(to["keyword"].lower()), to["frequency"], to["relation"]),
+            {"keyword": "text", "frequency": "count", "relation": "relation"},
+        ),
+        "keywords:forbidden_words": Instruction(
+            lambda text, to: (
+                not any(
+                    re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in to["forbidden_words"]
+                )
+            ),
+            {"forbidden_words": "texts"},
+        ),
         "keywords:letter_frequency": Instruction(
-            _has_letter_often, {"letter": "letter", "let_frequency": "count", "let_relation": "relation"}
+            lambda text, to: _stands_to(
+                text.lower().count(to["letter"].lower()), to["let_frequency"], to["let_relation"]
+            ),
+            {"letter": "letter", "let_frequency": "count", "let_relation": "relation"},
         ),
         "length_constraints:number_sentences": Instruction(
-            _has_sentences, {"num_sentences": "count", "relation": "relation"}
+            lambda text, to: _stands_to(num_sentences(text), to["num_sentences"], to["relation"]),
+            {"num_sentences": "count", "relation": "relation"},
         ),
-        "length_constraints:number_words": Instruction(_has_words, {"num_words": "count", "relation": "relation"}),
+        "length_constraints:number_words": Instruction(
+            lambda text, to: _stands_to(len(re.findall(r"\w+", text)), to["num_words"], to["relation"]),
+            {"num_words": "count", "relation": "relation"},
+        ),
         "length_constraints:number_paragraphs": Instruction(_has_paragraphs, {"num_paragraphs": "count"}),
         "length_constraints:nth_paragraph_first_word": Instruction(
             _begins_paragraph_with, {"num_paragraphs": "place", "nth_paragraph": "place", "first_word": "text"}
         ),
-        "detectable_content:number_placeholders": Instruction(_has_placeholders, {"num_placeholders": "count"}),
+        "detectable_content:number_placeholders": Instruction(
+            lambda text, to: len(re.findall(r"\[[^\[\]\n]*\]", text)) >= int(to["num_placeholders"]),
+            {"num_placeholders": "count"},
+        ),
         "detectable_content:postscript": Instruction(_has_postscript, {"postscript_marker": "text"}),
-        "detectable_format:number_bullet_lists": Instruction(_has_bullets, {"num_bullets": "count"}),
-        "detectable_format:constrained_response": Instruction(_is_one_of_the_answers),
+        "detectable_format:number_bullet_lists": Instruction(
+            lambda text, to: len(_BULLET.findall(text)) == int(to["num_bullets"]), {"num_bullets": "count"}
+        ),
+        "detectable_format:constrained_response": Instruction(
+            lambda text, to: any(answer in text for answer in _ANSWERS)
+        ),
         "detectable_format:number_highlighted_sections": Instruction(_has_highlights, {"num_highlights": "count"}),
         "detectable_format:multiple_sections": Instruction(
-            _has_sections, {"section_spliter": "text", "num_sections": "count"}
+            lambda text, to: (
+                len(re.findall(rf"{re.escape(to['section_spliter'].strip())}\s?\d+", text)) >= int(to["num_sections"])
+            ),
+            {"section_spliter": "text", "num_sections": "count"},
         ),
         "detectable_format:json_format": Instruction(_is_json),
         "detectable_format:title": Instruction(_has_title),
         "combination:two_responses": Instruction(_has_two_responses),
-        "combination:repeat_prompt": Instruction(_repeats_the_prompt, {"prompt_to_repeat": "text"}),
-        "startend:end_checker": Instruction(_ends_with, {"end_phrase": "text"}),
-        "startend:quotation": Instruction(_is_quoted),
-        "change_case:capital_word_frequency": Instruction(
-            _has_capital_words, {"capital_frequency": "count", "capital_relation": "relation"}
+        "combination:repeat_prompt": Instruction(
+            lambda text, to: text.strip().lower().startswith(to["prompt_to_repeat"].strip().lower()),
+            {"prompt_to_repeat": "text"},
         ),
-        "change_case:english_capital": Instruction(_is_upper),
-        "change_case:english_lowercase": Instruction(_is_lower),
-        "punctuation:no_comma": Instruction(_has_no_comma),
+        "startend:end_checker": Instruction(
+            lambda text, to: text.strip().strip('"').rstrip().lower().endswith(to["end_phrase"].strip().lower()),
+            {"end_phrase": "text"},
+        ),
+        "startend:quotation": Instruction(
+            lambda text, to: len(bare := text.strip()) > 1 and bare[0] == bare[-1] == '"'
+        ),
+        "change_case:capital_word_frequency": Instruction(
+            lambda text, to: _stands_to(
+                sum(word.isupper() for word in re.findall(r"[\w'’-]+", text)),
+                to["capital_frequency"],
+                to["capital_relation"],
+            ),
+            {"capital_frequency": "count", "capital_relation": "relation"},
+        ),
+        "change_case:english_capital": Instruction(lambda text, to: text.isupper()),
+        "change_case:english_lowercase": Instruction(lambda text, to: text.islower()),
+        "punctuation:no_comma": Instruction(lambda text, to: "," not in text),
     }
 )
 
@@ -369,10 +333,14 @@ def _arguments(name: str, given: dict[str, Any] | None) -> Arguments:
 def _value(name: str, key: str, kind: str, value: Any) -> Any:
     if kind in ("count", "place") and isinstance(value, float) and value.is_integer():
         value = int(value)  # as tables with missing values have them
+
+    def is_text(value: object) -> bool:
+        return isinstance(value, str) and value.strip() != ""
+
     legal, is_legal = {
-        "text": ("a text that is not empty", isinstance(value, str) and value.strip() != ""),
+        "text": ("a text that is not empty", is_text(value)),
         "letter": ("one character", isinstance(value, str) and len(value) == 1),
-        "texts": ("a list of texts", isinstance(value, list) and bool(value) and all(map(_is_text, value))),
+        "texts": ("a list of texts", isinstance(value, list) and bool(value) and all(map(is_text, value))),
         "relation": (f"{AT_LEAST!r} or {LESS_THAN!r}", value in (AT_LEAST, LESS_THAN)),
         "count": ("a whole number from 0", type(value) is int and value >= 0),
         "place": ("a whole number from 1", type(value) is int and value >= 1),
@@ -380,7 +348,3 @@ def _value(name: str, key: str, kind: str, value: Any) -> Any:
     if not is_legal:
         raise ValueError(f"instruction {name!r}: {key}={value!r}; legal: {legal}")
     return value
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value.strip() != ""

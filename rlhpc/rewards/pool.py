@@ -18,7 +18,7 @@ import signal
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.environments import variables_of
 from rlhpc.rewards.frames import (
     HEADER_BYTES,
-    Batch,
+    Answered,
     DialogueRequest,
     JudgeRequest,
     Ready,
@@ -44,7 +44,7 @@ from rlhpc.rewards.frames import (
     body_length,
     encode_frame,
 )
-from rlhpc.rewards.outcomes import DIED, NO_COSTS, OUT_OF_MEMORY, TIMED_OUT, UNSENT, TaskCounts
+from rlhpc.rewards.outcomes import DIED, OUT_OF_MEMORY, TIMED_OUT, UNSENT, TaskCounts
 from rlhpc.rewards.task_settings import worker_environment
 
 # ---------------------------------------------------------------------------------------------------------------- turns
@@ -144,105 +144,18 @@ class Turns(Generic[Worker]):
         return task not in self._suspects or not self._held[task]
 
 
-# -------------------------------------------------------------------------------------------------------------- batches
-#
-# Collect completions for batched functions until a worker judges them together.
-#
-# A batch does not wait to be full: when a worker becomes free, it gets all waiting completions, up to `most`.  If a
-# batch fails, its completions are judged again one by one, so that only those that cause the failure are verifier
-# errors.
-
-
-Found = TypeVar("Found")
-
-
-@dataclass(eq=False, slots=True)
-class WaitingCompletion(Generic[Found]):
-    """A completion that waits."""
-
-    completion: str
-    reference: str
-    found: asyncio.Future[Found] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
-class Batches(Generic[Worker, Found]):
-    """The waiting completions of one pool."""
-
-    def __init__(
-        self,
-        turns: Turns[Worker],
-        most: int,
-        num_workers: int,
-        together: Callable[[str, Worker, Sequence[WaitingCompletion[Found]]], Awaitable[Sequence[Found] | None]],
-        alone: Callable[[str, str, str], Awaitable[Found]],
-    ) -> None:
-        """together: has a worker judge, and gives it back; None: the batch has failed.  alone: takes a worker."""
-        self._turns, self._most, self._num_workers = turns, most, num_workers
-        self._together, self._alone = together, alone
-        self._waiting: defaultdict[str, deque[WaitingCompletion[Found]]] = defaultdict(deque)
-        self._num_serving: defaultdict[str, int] = defaultdict(int)
-        self._serving: set[asyncio.Task[None]] = set()
-
-    async def judge(self, task: str, completion: str, reference: str) -> Found:
-        """Judge a completion.  Cancelling affects no other one.  Raises RoleFailed if the pool has ended."""
-        asked: WaitingCompletion[Found] = WaitingCompletion(completion, reference)
-        self._waiting[task].append(asked)
-        if self._num_serving[task] < self._num_workers:
-            self._num_serving[task] += 1
-            serving = asyncio.create_task(self._serve(task))
-            self._serving.add(serving)
-            serving.add_done_callback(self._serving.discard)
-        return await asked.found
-
-    async def close(self) -> None:
-        """Call it after the end of the pool: all that wait get RoleFailed."""
-        await asyncio.gather(*self._serving)
-
-    async def _serve(self, task: str) -> None:
-        batch: list[WaitingCompletion[Found]] = []
-        try:
-            while self._waiting[task]:
-                worker = await self._turns.take(task)
-                batch = self._next(task)
-                if batch:
-                    await self._judge(task, worker, batch)
-                else:
-                    self._turns.put_back(task, worker)
-        except RoleFailed as error:
-            for asked in (*batch, *self._waiting.pop(task, ())):
-                if not asked.found.done():
-                    asked.found.set_exception(RoleFailed(str(error)))
-        finally:
-            self._num_serving[task] -= 1
-
-    def _next(self, task: str) -> list[WaitingCompletion[Found]]:
-        waiting, batch = self._waiting[task], list[WaitingCompletion[Found]]()
-        while waiting and len(batch) < self._most:
-            asked = waiting.popleft()
-            if not asked.found.done():  # otherwise the caller was cancelled
-                batch.append(asked)
-        return batch
-
-    async def _judge(self, task: str, worker: Worker, batch: Sequence[WaitingCompletion[Found]]) -> None:
-        found = await self._together(task, worker, batch)
-        if found is None:
-            found = await asyncio.gather(*(self._alone(task, each.completion, each.reference) for each in batch))
-        for asked, each in zip(batch, found, strict=True):
-            if not asked.found.done():
-                asked.found.set_result(each)
-
-
 # ------------------------------------------------------------------------------------------------------- worker process
 #
 # One worker process as its pool sees it: started, asked, killed.
 #
-# Input: JudgeRequest, Batch or Dialogue.  Output: Reply, Replies or Turn.  Every way in which a process can fail to
-# answer becomes WorkerLost; after that only kill() may be called.  One question at a time.
+# Input: JudgeRequest or DialogueRequest.  Output: Replies or Turn.  Every way in which a process can fail to answer
+# becomes WorkerLost; after that only kill() may be called.  One question at a time.
 
 
 _READY = msgspec.msgpack.Decoder(Ready)
-_REPLY: msgspec.msgpack.Decoder[Reply | Replies | Turn] = msgspec.msgpack.Decoder(Reply | Replies | Turn)
+_REPLY: msgspec.msgpack.Decoder[Replies | Turn] = msgspec.msgpack.Decoder(Replies | Turn)
 _Message = TypeVar("_Message")
+_Answer = TypeVar("_Answer", Replies, Turn)
 _LAST_MOMENT_S = 10.0  # from the end of a pipe to that of its process, on a busy node
 
 
@@ -293,8 +206,8 @@ class WorkerProcess:
             raise WorkerLost(f"worker cannot start: {ready.error}")
         return ready.batched
 
-    async def ask(self, request_frame: bytes, timeout_s: float) -> Reply | Replies | Turn:
-        """Send an encoded JudgeRequest, Batch or Dialogue; return its answer.
+    async def ask(self, request_frame: bytes, timeout_s: float) -> Replies | Turn:
+        """Send an encoded JudgeRequest or DialogueRequest; return its answer.
 
         Raises WorkerLost, in `timeout_s` at most, and a moment later where the process has closed its pipe.
         """
@@ -356,8 +269,22 @@ class Judgement:
     failure: str = ""  # of a VERIFIER_ERROR: one of FAILURES
 
 
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A completion that is to be judged."""
+
+    completion: str
+    reference: str
+    found: asyncio.Future[Judgement] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
 class RewardPool:
-    """A fixed number of worker processes.  Belongs to one event loop and to the thread that runs it."""
+    """A fixed number of worker processes.  Belongs to one event loop and to the thread that runs it.
+
+    Completions for batched functions wait until a worker judges them together.  A batch does not wait to be full: when
+    a worker becomes free, it gets all waiting completions, up to batch_size.  If a batch fails, its completions are
+    judged again one by one, so that only those that cause the failure are verifier errors.
+    """
 
     def __init__(
         self,
@@ -390,12 +317,15 @@ class RewardPool:
         self._turns: Turns[WorkerProcess] = Turns()
         self._holders: dict[str, WorkerProcess] = {}  # by dialogue: who has taken its turns so far
         self._batched: set[str] = set()  # tasks whose function takes many completions at once
-        self._batches = Batches(self._turns, batch_size, num_workers, self._judge_together, self._judge_alone)
+        self._batch_size = batch_size
+        self._waiting: defaultdict[str, deque[_Asked]] = defaultdict(deque)  # for these tasks
+        self._num_serving: defaultdict[str, int] = defaultdict(int)  # by task: how many of _serving
+        self._serving: set[asyncio.Task[None]] = set()
         self.failed_batches: dict[str, str] = {}  # by task: how the last one has failed
         self._replacements: set[asyncio.Task[None]] = set()
         self._limits: dict[WorkerProcess, float] = {}  # seconds, of workers that are being asked
         self._end = ""  # why the pool accepts no more work
-        self._num_restarts = 0
+        self.num_restarts = 0  # workers replaced since the start
         self._logged: set[tuple[str, ...]] = set()  # causes: the name, and lines of a traceback that name places
         self.counts = TaskCounts()
 
@@ -419,11 +349,6 @@ class RewardPool:
         starting_s = (self._start_timeout_s + 2**_MAX_FAILED_STARTS * _FIRST_BACKOFF_S) * _MAX_FAILED_STARTS
         return max([0.0, *self._limits.values(), starting_s if self._replacements else 0.0])
 
-    @property
-    def num_restarts(self) -> int:
-        """Workers replaced since the start."""
-        return self._num_restarts
-
     async def start(self) -> None:
         """Start all workers and wait until they are warm.
 
@@ -442,70 +367,91 @@ class RewardPool:
     async def judge(self, task: str, completion: str, reference: str) -> Judgement:
         """Score one completion.  Pure: may be repeated.
 
-        Completions of a batched function that wait at the same time are judged together (batches.py).
         Returns verdict VERIFIER_ERROR if the function raised, returned no finite number, ran out of time or killed its
-        process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker.
+        process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker, but
+        where completions are judged together: there it affects no other one.
         """
+        asked = _Asked(completion, reference)
         try:
-            frame = encode_frame(JudgeRequest(task, completion, reference, self._memory_of(task)))
+            self._frame(task, [asked])
         except ValueError as error:  # a lone surrogate, or 64 MiB of text
             self.counts.count(task, 0.0, UNSENT)
             return _failed(f"cannot be sent to a worker: {error}", UNSENT)
-        if task in self._batched:
-            return await self._batches.judge(task, completion, reference)
-        return await self._judge_frame(task, frame)
+        if task not in self._batched:
+            return await self._judge_alone(task, asked)
+        self._waiting[task].append(asked)
+        if self._num_serving[task] < self._num_workers:
+            self._num_serving[task] += 1
+            serving = asyncio.create_task(self._serve(task))
+            self._serving.add(serving)
+            serving.add_done_callback(self._serving.discard)
+        return await asked.found
 
-    async def _judge_alone(self, task: str, completion: str, reference: str) -> Judgement:
-        """Judge a completion of a failed batch by itself."""
-        return await self._judge_frame(
-            task, encode_frame(JudgeRequest(task, completion, reference, self._memory_of(task)))
-        )
+    def _frame(self, task: str, batch: Sequence[_Asked]) -> bytes:
+        completions, references = [each.completion for each in batch], [each.reference for each in batch]
+        return encode_frame(JudgeRequest(task, completions, references, self._memory_of(task)))
 
-    async def _judge_frame(self, task: str, frame: bytes) -> Judgement:
-        worker = await self._turns.take(task)
+    async def _serve(self, task: str) -> None:
+        """Have what waits for a batched function judged, until nothing waits."""
+        waiting, batch = self._waiting[task], list[_Asked]()
         try:
-            reply = await self._ask(task, worker, frame, self._timeout_of(task))
-        except WorkerLost as loss:
-            return _failed(f"{task}: {loss}", loss.failure)
-        assert isinstance(reply, Reply)
-        return _judgement(task, reply)
+            while waiting:
+                worker, batch = await self._turns.take(task), []
+                while waiting and len(batch) < self._batch_size:
+                    asked = waiting.popleft()
+                    if not asked.found.done():  # otherwise the caller was cancelled
+                        batch.append(asked)
+                if batch:
+                    await self._judge_batch(task, worker, batch)
+                else:
+                    self._turns.put_back(task, worker)
+        except RoleFailed as error:
+            for asked in (*batch, *waiting):
+                if not asked.found.done():
+                    asked.found.set_exception(RoleFailed(str(error)))
+            waiting.clear()
+        finally:
+            self._num_serving[task] -= 1
+
+    async def _judge_batch(self, task: str, worker: WorkerProcess, batch: Sequence[_Asked]) -> None:
+        found = await self._judge_together(task, worker, batch)
+        if found is None:
+            found = await asyncio.gather(*(self._judge_alone(task, each) for each in batch))
+        for asked, each in zip(batch, found, strict=True):
+            if not asked.found.done():
+                asked.found.set_result(each)
+
+    async def _judge_alone(self, task: str, asked: _Asked) -> Judgement:
+        found = await self._judge_together(task, await self._turns.take(task), [asked])
+        assert found is not None
+        return found[0]
 
     async def _judge_together(
-        self, task: str, worker: WorkerProcess, batch: Sequence[WaitingCompletion[Judgement]]
+        self, task: str, worker: WorkerProcess, batch: Sequence[_Asked]
     ) -> list[Judgement] | None:
-        """Judge a batch for Batches: None if it has failed; the failure of a single completion is its verdict."""
-        began, said = time.monotonic(), Replies()
+        """Have a worker judge, and give it back.  None if a batch has failed; that of one completion is its verdict."""
+        began = time.monotonic()
         try:
-            said = await self._ask_together(task, worker, batch)
-            why, failure = said.error, said.failure
-        except WorkerLost as loss:
-            why, failure = str(loss), loss.failure
+            frame = self._frame(task, batch)
+        except ValueError as error:  # each alone is short enough
+            self._turns.put_back(task, worker)
+            said = Replies(f"cannot be sent to a worker: {error}", UNSENT)
+        else:
+            said = await self._ask(Replies, task, worker, frame, self._timeout_of(task))
         took_s = time.monotonic() - began
-        if not why:
+        if not said.error:
             for place, reply in enumerate(said.replies):
                 num_forked = 0 if place else said.num_forked
                 self.counts.count(task, took_s / len(batch), reply.failure, num_forked, reply.costs)
             return [_judgement(task, reply) for reply in said.replies]
         if len(batch) == 1:
-            self.counts.count(task, took_s, failure, said.num_forked, said.costs)
-            return [_failed(f"{task}: {why}", failure)]
+            self.counts.count(task, took_s, said.failure, said.num_forked, said.costs)
+            return [_failed(f"{task}: {said.error}", said.failure)]
         self.counts.count_failed_batch(task, took_s)
-        self.failed_batches[task] = why
-        log.warning("%s failed on a batch of %d completions; judging them again one by one: %s", task, len(batch), why)
+        self.failed_batches[task] = said.error
+        again = "%s failed on a batch of %d completions; judging them again one by one: %s"
+        log.warning(again, task, len(batch), said.error)
         return None
-
-    async def _ask_together(
-        self, task: str, worker: WorkerProcess, batch: Sequence[WaitingCompletion[Judgement]]
-    ) -> Replies:
-        completions, references = [each.completion for each in batch], [each.reference for each in batch]
-        try:
-            frame = encode_frame(Batch(task, completions, references, self._memory_of(task)))
-        except ValueError as error:  # each alone is short enough
-            self._turns.put_back(task, worker)
-            return Replies(error=f"cannot be sent to a worker: {error}", failure=UNSENT)
-        replies = await self._ask(task, worker, frame, self._timeout_of(task), is_counted=False)
-        assert isinstance(replies, Replies)
-        return replies
 
     def _memory_of(self, task: str) -> int:
         return self._task_memory_bytes.get(task, self._memory_limit_bytes)
@@ -525,19 +471,17 @@ class RewardPool:
             frame = encode_frame(replace(dialogue, memory_limit_bytes=self._memory_of(dialogue.task)))
         except ValueError as error:
             self.counts.count(name, 0.0, UNSENT)
-            return Turn(error=f"cannot be sent to a worker: {error}", failure=UNSENT)
+            return Turn(f"cannot be sent to a worker: {error}", UNSENT)
         taken = await self._turns.take(name)
         holder = self._holders.pop(dialogue.key, None)
         worker = taken if holder is None else self._turns.exchange(taken, holder)
         timeout_s = self._timeout_of(dialogue.task)
         times = 1 if worker is holder else max(1, len(dialogue.turns))
-        try:
-            turn = await self._ask(name, worker, frame, timeout_s * times)
-        except WorkerLost as loss:
-            return Turn(error=f"{name}: {loss}", failure=loss.failure)
-        assert isinstance(turn, Turn)
+        began = time.monotonic()
+        turn = await self._ask(Turn, name, worker, frame, timeout_s * times)
+        self.counts.count(name, time.monotonic() - began, turn.failure, turn.num_forked, turn.costs)
         if turn.error:
-            return Turn(error=f"{name}: {turn.error}", failure=turn.failure)
+            return Turn(f"{name}: {turn.error}", turn.failure)
         if not turn.is_over:
             self._holders[dialogue.key] = worker
             if len(self._holders) > MOST_HELD:
@@ -545,23 +489,25 @@ class RewardPool:
         return turn
 
     async def _ask(
-        self, name: str, worker: WorkerProcess, frame: bytes, timeout_s: float, *, is_counted: bool = True
-    ) -> Reply | Replies | Turn:
-        """Ask, give the worker back, and count.  Raises WorkerLost, and RoleFailed if the pool has ended.
+        self, kind: type[_Answer], name: str, worker: WorkerProcess, frame: bytes, timeout_s: float
+    ) -> _Answer:
+        """Ask, and give the worker back; if it is lost the answer says so.  Raises RoleFailed if the pool has ended.
 
         name: the task or environment that has the worker.
         """
-        is_whole, failure, num_forked, costs, began = False, "", 0, NO_COSTS, time.monotonic()
+        is_whole, began = False, time.monotonic()
         self._limits[worker] = timeout_s
         try:
-            reply = await worker.ask(frame, timeout_s)
-            failure, num_forked, costs = reply.failure, reply.num_forked, reply.costs
-            self._log_once(name, reply)
-            is_whole = failure != OUT_OF_MEMORY  # it may never give that memory back
+            answer = await worker.ask(frame, timeout_s)
+            assert isinstance(answer, kind)
+            self._log_once(name, answer)
+            is_whole = answer.failure != OUT_OF_MEMORY  # it may never give that memory back
         except WorkerLost as loss:
             if self._end:
                 raise RoleFailed(f"reward pool: {self._end}") from loss
-            failure = loss.failure
+            return kind(str(loss), loss.failure)
+        except asyncio.CancelledError:
+            self.counts.count(name, time.monotonic() - began)
             raise
         finally:
             del self._limits[worker]
@@ -571,13 +517,11 @@ class RewardPool:
             else:
                 self._turns.lose(name)
                 self._replace_in_background(worker)
-            if is_counted:
-                self.counts.count(name, time.monotonic() - began, failure, num_forked, costs)
-            if num_forked:
-                log.warning("%s left %d processes behind, which were killed", name, num_forked)
-        return reply
+        if answer.num_forked:
+            log.warning("%s left %d processes behind, which were killed", name, answer.num_forked)
+        return answer
 
-    def _log_once(self, name: str, reply: Reply | Replies | Turn) -> None:
+    def _log_once(self, name: str, reply: Answered) -> None:
         """Log the traceback of what the user's code has raised, the first from each place."""
         cause = name, *(line for line in reply.traceback.splitlines() if line.startswith("  File "))
         if reply.traceback and cause not in self._logged and len(self._logged) < _MOST_LOGGED:
@@ -591,7 +535,7 @@ class RewardPool:
             replacement.cancel()
         await asyncio.gather(*self._replacements, return_exceptions=True)
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._workers)))
-        await self._batches.close()
+        await asyncio.gather(*self._serving)
 
     async def _add_worker(self) -> None:
         worker = await WorkerProcess.spawn(self._preload_tasks, self._memory_limit_bytes, self._environment)
@@ -617,7 +561,7 @@ class RewardPool:
 
     async def _replace(self, worker: WorkerProcess) -> None:
         await self._discard(worker)
-        self._num_restarts += 1
+        self.num_restarts += 1
         why = ""
         for num_failed in range(_MAX_FAILED_STARTS):
             if num_failed > 0:

@@ -1,9 +1,9 @@
 """Score completions one after the other, in a separate process that may be killed at any moment.
 
-Input: JudgeRequest, Batch and Dialogue frames from its standard input.  Output: Reply, Replies and Turn frames on what
-was its standard output.  Started by pool.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES
-TASK…`.  Ends when the pipe closes or its parent dies.  Whatever a reward function or an environment raises becomes a
-Reply or a Turn with an error; whatever it prints goes to standard error.
+Input: JudgeRequest and DialogueRequest frames from its standard input.  Output: Replies and Turn frames on what was its
+standard output.  Started by pool.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends when
+the pipe closes or its parent dies.  Whatever a reward function or an environment raises becomes Replies or a Turn with
+an error; whatever it prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
@@ -28,7 +28,6 @@ from rlhpc.protocol.contracts import RewardFunction, RewardOutcome
 from rlhpc.rewards.environments import VARIABLE as ENVIRONMENTS
 from rlhpc.rewards.frames import (
     HEADER_BYTES,
-    Batch,
     DialogueRequest,
     JudgeRequest,
     Ready,
@@ -123,7 +122,7 @@ def _is_copy(pid: int) -> bool:
 
 _LONGEST_DETAIL = 500  # characters
 _LONGEST_TRACEBACK = 8000  # characters, the last ones
-_Question = JudgeRequest | Batch | DialogueRequest
+_Question = JudgeRequest | DialogueRequest
 
 
 def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
@@ -193,58 +192,48 @@ def _function_of(task: str) -> RewardFunction:
     return resolve_composite(task)
 
 
-def _answer(
-    request: _Question, functions: dict[str, RewardFunction], host: EnvironmentHost | None
-) -> Reply | Replies | Turn:
-    failed = _FAILED[type(request)]
+def _answer(request: _Question, functions: dict[str, RewardFunction], host: EnvironmentHost | None) -> Replies | Turn:
+    kind: type[Replies | Turn] = Turn if isinstance(request, DialogueRequest) else Replies
     names = (request.environment, request.task) if isinstance(request, DialogueRequest) else (request.task,)
     try:
         _limit_memory(request.memory_limit_bytes)
         if isinstance(request, JudgeRequest):
             return _judge(request, functions)
-        if isinstance(request, Batch):
-            return _judge_all(request, functions)
         assert host is not None
         return _turn(request, host)
     except NoReward as error:
-        return failed(_describe(error), INVALID)
+        return kind(_said(_describe(error)), INVALID)
     except MemoryError as error:
-        return failed(f"{_describe(error)} of {request.memory_limit_bytes} bytes", OUT_OF_MEMORY)
+        return kind(_said(f"{_describe(error)} of {request.memory_limit_bytes} bytes"), OUT_OF_MEMORY)
     except (Exception, SystemExit) as error:  # noqa: BLE001  survives whatever is not our code: it is the verdict
-        reply = failed(_describe(error, _places(*names)), RAISED)
-        return replace(reply, costs=getattr(error, "costs", {}), traceback=_traceback_of(error))
+        costs = getattr(error, "costs", {})
+        return kind(_said(_describe(error, _places(*names))), RAISED, costs=costs, traceback=_traceback_of(error))
 
 
-def _judge(request: JudgeRequest, functions: dict[str, RewardFunction]) -> Reply:
-    return _reply(_function(request.task, functions)(request.completion, request.reference), request.completion)
-
-
-def _judge_all(batch: Batch, functions: dict[str, RewardFunction]) -> Replies:
+def _judge(request: JudgeRequest, functions: dict[str, RewardFunction]) -> Replies:
     """A value that is no reward is a failure of its own completion only."""
-    function = _function(batch.task, functions)
-    assert isinstance(function, BatchedFunction), f"{batch.task} is not batched"
+    function = _function(request.task, functions)
+    returned: Iterable[object] = (
+        function.judge_all(request.completions, request.references)
+        if isinstance(function, BatchedFunction)
+        else map(function, request.completions, request.references)
+    )
     replies: list[Reply] = []
-    for completion, returned in zip(
-        batch.completions, function.judge_all(batch.completions, batch.references), strict=True
-    ):
+    for completion, value in zip(request.completions, returned, strict=True):
         try:
-            replies.append(_reply(returned, completion))
+            outcome = as_outcome(value)
+            costs = outcome.costs if isinstance(outcome, JudgedOutcome) else {}
+            replies.append(replace(_checked(outcome, len(completion)), costs=costs))
         except NoReward as error:
             replies.append(_error(_describe(error)))
-    return Replies(replies)
-
-
-def _reply(returned: object, completion: str) -> Reply:
-    outcome = as_outcome(returned)
-    reply = _checked(outcome, len(completion))
-    return replace(reply, costs=outcome.costs) if isinstance(outcome, JudgedOutcome) else reply
+    return Replies(replies=replies)
 
 
 def _turn(dialogue: DialogueRequest, host: EnvironmentHost) -> Turn:
     turn = host.answer(dialogue)
     for name, value in (("reward", turn.reward), *turn.parts.items()):  # a part may be called reward, too
         if why := fault_of(name, value):
-            return replace(_failed_turn(why, INVALID), costs=turn.costs)
+            return Turn(_said(why), INVALID, costs=turn.costs)
     parts = {str(name): float(value) for name, value in turn.parts.items()}
     detail, is_correct = str(turn.detail)[:_LONGEST_DETAIL], bool(turn.is_correct)
     return replace(turn, reward=float(turn.reward), is_correct=is_correct, parts=parts, detail=detail)
@@ -266,25 +255,15 @@ def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
     parts = {str(name): float(value) for name, value in outcome.parts.items()}
     detail = str(outcome.detail)[:_LONGEST_DETAIL]
     answer = str(outcome.answer)[:_LONGEST_DETAIL]
-    return Reply(float(outcome.reward), bool(outcome.is_correct), parts, detail, "", answer, places)
+    return Reply(float(outcome.reward), bool(outcome.is_correct), parts, detail, answer, places)
 
 
-def _error(why: str, failure: str = INVALID) -> Reply:
-    said = why[:_LONGEST_DETAIL] or "error without a message"
-    return Reply(0.0, is_correct=False, parts={}, detail="", error=said, failure=failure)
+def _error(why: str) -> Reply:
+    return Reply(error=_said(why), failure=INVALID)
 
 
-def _failed_turn(why: str, failure: str) -> Turn:
-    return Turn(error=why[:_LONGEST_DETAIL] or "error without a message", failure=failure)
-
-
-def _failed_batch(why: str, failure: str) -> Replies:
-    return Replies(error=why[:_LONGEST_DETAIL] or "error without a message", failure=failure)
-
-
-_FAILED: Mapping[type[_Question], Callable[[str, str], Reply | Replies | Turn]] = MappingProxyType(
-    {JudgeRequest: _error, Batch: _failed_batch, DialogueRequest: _failed_turn}
-)
+def _said(why: str) -> str:
+    return why[:_LONGEST_DETAIL] or "error without a message"
 
 
 def _places(*names: str) -> tuple[str, ...]:
@@ -313,7 +292,7 @@ def _traceback_of(error: BaseException) -> str:
     return "".join(found.format())[-_LONGEST_TRACEBACK:].rstrip()
 
 
-def _send(replies: BinaryIO, message: Ready | Reply | Replies | Turn) -> None:
+def _send(replies: BinaryIO, message: Ready | Replies | Turn) -> None:
     """Half a surrogate pair, which JSON and programs of the policy may spell, is sent spelt out."""
     try:
         frame = encode_frame(message)
