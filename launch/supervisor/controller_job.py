@@ -444,11 +444,11 @@ class ControllerJobSupervisor:
         if not self._processes.has(EVALUATOR):
             return
         self._processes.end_all(self._grace_s(), is_wanted=False, spared=EVALUATOR)
-        root = quoted(self._layout.root)
-        self._log.say("evaluation", f"the run is complete; its last model is evaluated now (`rlhpc logs {root} -f`)")
+        log = f"`rlhpc logs {quoted(self._layout.root)} evaluator`"
+        self._log.say("evaluation", f"the run is complete; its last model is evaluated now ({log})")
         while self._processes.has(EVALUATOR):
             if self._asked_not_to_begin() is not None:
-                self._log.say("evaluation", f"`rlhpc evaluate {root}` continues the evaluation")
+                self._log.say("evaluation", f"`rlhpc evaluate {quoted(self._layout.root)}` continues the evaluation")
                 return
             self._signals.sleep(POLL_S)
         for step in self._processes.ended():
