@@ -7,6 +7,7 @@ promise, bug, the first test that fails, seconds.  Exit status 1 if a bug is not
     python -m bench.mutations --only clip-low …    some
     python -m bench.mutations --suite quick        against all cheap tests, to see who finds it without being named
     python -m bench.mutations --list               what there is; runs nothing
+    python -m bench.mutations --matrix DIRECTORY … which test finds which bug or generated mutant: bench/matrix.py
 
 The sources are copied to a temporary directory and changed there; the working tree is not touched.  A bug counts as
 found only if its module can still be imported, and if the test that failed passes without the bug.
@@ -122,7 +123,10 @@ def find_test(name: str, root: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = command_line().parse_args(words)
+    if options.matrix:
+        return _matrix(words, options.matrix)
     bugs = read_bugs()
     if unknown := set(options.only) - {bug.name for bug in bugs}:
         sys.exit(f"no such bug: {', '.join(sorted(unknown))}; --list shows them")
@@ -167,7 +171,8 @@ def _short(finder: str) -> str:
     return finder.partition("[")[0].removesuffix("::runTest").rpartition("::")[2]
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """Options of this command and of bench/matrix.py."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m bench.mutations")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of the bugs to plant")
@@ -177,6 +182,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, default=1, help="bugs that are tried at the same time, each in its own copy"
     )
+    matrix = parser.add_argument_group("which test finds which planted bug or generated mutant", "see bench/matrix.py")
+    matrix.add_argument("--matrix", type=Path, metavar="DIRECTORY", help="where the results are, and go on from")
+    matrix.add_argument("--files", nargs="+", default=[], help="sources, or directories of them, to make mistakes in")
+    matrix.add_argument("--tests", nargs="+", default=["tests/unit"], help="that may find them")
+    matrix.add_argument("--seed", type=int, default=0, help="of the sample of mutants")
+    matrix.add_argument("--per-function", type=int, default=4, help="mutants of a function; a long one has more")
+    matrix.add_argument("--limit", type=float, default=20.0, help="seconds for all tests of a mutant")
     return parser
 
 
@@ -241,6 +253,15 @@ def _failure_in(report: Path, tree: Path) -> tuple[str, str]:
             count, file = next((n + 1, path) for n, path in enumerate(paths) if (tree / path).exists())
             return "::".join((file, *words[count:], case.get("name", ""))), fault.get("message", "")
     return "", "a failure that pytest does not report"
+
+
+def _matrix(words: Sequence[str], directory: Path) -> int:
+    """Run bench/matrix.py in a copy of the sources."""
+    with tempfile.TemporaryDirectory(prefix="mx-") as scratch:
+        tree = _copied_tree(Path(scratch) / "tree")
+        command = [sys.executable, "-m", "bench.matrix", *words, "--matrix", str(directory.resolve())]
+        environment = {**_environment(tree), "TMPDIR": scratch, "HOME": scratch}
+        return subprocess.run(command, cwd=tree, env=environment, check=False).returncode
 
 
 # ------------------------------------------------------------------------------------------------------------- copies
