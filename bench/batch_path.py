@@ -37,6 +37,7 @@ from rlhpc.algorithms.packing import FlopCost, warm_up
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.prefixes import id_checksum
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config.file import config_hash, write_resolved
 from rlhpc.config.rules import Config
@@ -232,20 +233,20 @@ class Ring:
         )
         self.sink = RolloutSink(self.buffer, ErrorGate(1.0), admission)
         self.recorder = self._make_recorder(layout, segments)
-        self._scored = itertools.cycle([record.scored for record in records(64, options.tokens)])
+        made = records(64, options.tokens)
+        self._scored, self._prompt = itertools.cycle([each.scored for each in made]), made[0].prompt
 
     def generate(self) -> None:
         """Finish what may be admitted."""
         while self.buffer.ledger.has_slot:
-            first = next(self._scored)
-            group_id = self.buffer.admit(replace(first.rollout.prompt, prompt_id=0), self.weights.live_version)
-            prompt = replace(first.rollout.prompt, prompt_id=0)
+            group_id = self.buffer.admit(self._prompt, self.weights.live_version)
             while self.buffer.ledger.grant("generator-0", GROUP_SIZE) is not None:
                 pass
             for index in range(GROUP_SIZE):
                 scored = next(self._scored)
-                rollout = replace(scored.rollout, group_id=group_id, sample_index=index, prompt=prompt)
-                self.sink.receive("generator-0", replace(scored, rollout=rollout, reward=float(index % 2)))
+                rollout = replace(scored.rollout, group_id=group_id, sample_index=index, prompt_id=0)
+                scored = replace(scored, rollout=rollout, reward=float(index % 2))
+                self.sink.receive("generator-0", scored, id_checksum(self._prompt.token_ids))
         self.loop.groups_changed()
 
     def _make_recorder(self, layout: RunLayout, segments: SegmentWriter) -> RunRecorder:

@@ -33,6 +33,7 @@ from bench.journal import records
 from launch.demo.task import make_tokenizer, write_dataset
 from rlhpc.base.patience import Deadline
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.prefixes import id_checksum
 from rlhpc.config.file import config_hash, write_resolved
 from rlhpc.config.rules import Config
 from rlhpc.protocol.contracts import ClientChannel
@@ -142,9 +143,11 @@ class Generator:
 
     def _delivery(self, lease: Lease, index: int) -> Delivery:
         scored = self._scored[self._number % len(self._scored)]
-        rollout = replace(scored.rollout, group_id=lease.group_id, sample_index=index, prompt=lease.prompt)
+        rollout = replace(scored.rollout, group_id=lease.group_id, sample_index=index, prompt_id=lease.prompt.prompt_id)
         scored = replace(scored, rollout=rollout, reward=float(index % 2))
-        return Delivery(self._number, self._oldest + 1, self._context.name, 0, scored)
+        return Delivery(
+            self._number, self._oldest + 1, self._context.name, 0, id_checksum(lease.prompt.token_ids), scored
+        )
 
     async def _obey(self, control: ClientChannel) -> None:
         while True:

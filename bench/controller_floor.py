@@ -20,12 +20,13 @@ from typing import Any
 
 import zmq
 
-from bench.journal import records
+from bench.journal import group_of, records
 from rlhpc.base.native import crc32
 from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.journal import JournalRecord
 from rlhpc.buffer.segments import to_hdf5, write_sealed
 from rlhpc.protocol.messages import Delivery
-from rlhpc.protocol.types import Lease, RolloutGroup, SamplingParams, ScoredRollout
+from rlhpc.protocol.types import Lease, SamplingParams, ScoredRollout
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.sockets import contents, pull
 
@@ -80,7 +81,7 @@ def be_others(shape: Shape, addresses: Sequence[str], server_key: bytes) -> None
 
 
 def _wire(scored: ScoredRollout) -> bytes:
-    return b"".join(Codec([Delivery]).encode(Delivery(1, 1, "generator-0", 0, scored), 0))
+    return b"".join(Codec([Delivery]).encode(Delivery(1, 1, "generator-0", 0, 0, scored), 0))
 
 
 class Floor:
@@ -92,14 +93,13 @@ class Floor:
         self.public, self._secret = zmq.curve_keypair()
         self._intake, self._batches = self._router(), self._router()
         self.addresses = [str(socket.get_string(zmq.LAST_ENDPOINT)) for socket in (self._intake, self._batches)]
-        scored = [record.scored for record in records(shape.rollouts_per_step, shape.num_tokens)]
-        self._groups = _groups(scored, shape.group_size)
+        made = records(shape.rollouts_per_step, shape.num_tokens)
+        self._groups = _groups(made, shape.group_size)
         sampling = SamplingParams(max_tokens=shape.num_tokens)
         members = tuple(range(shape.group_size))
-        lease = Lease(0, 0, scored[0].rollout.prompt, shape.group_size, members, sampling, 0)
+        lease = Lease(0, 0, made[0].prompt, shape.group_size, members, sampling, 0)
         self._lease = b"".join(Codec([Lease]).encode(lease, 0))
-        rollout = scored[0].rollout
-        num_tokens = len(rollout.prompt.token_ids) + len(rollout.token_ids)
+        num_tokens = len(made[0].prompt.token_ids) + len(made[0].scored.rollout.token_ids)
         self._batch = os.urandom(shape.rollouts_per_step * num_tokens * BYTES_A_TOKEN)
         self._journal = os.open(directory / "journal", os.O_WRONLY | os.O_CREAT)
         self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -174,10 +174,9 @@ class Floor:
         self._context.destroy(linger=0)
 
 
-def _groups(scored: Sequence[ScoredRollout], size: int) -> list[ResolvedGroup]:
-    groups = (scored[at : at + size] for at in range(0, len(scored), size))
-    made = (RolloutGroup(each[0].rollout.group_id, each[0].rollout.prompt, 0, tuple(each)) for each in groups)
-    return [ResolvedGroup(group, consumed_step=0, trained_version=0, applied=True) for group in made]
+def _groups(made: Sequence[JournalRecord], size: int) -> list[ResolvedGroup]:
+    groups = (group_of(made[at : at + size]) for at in range(0, len(made), size))
+    return [ResolvedGroup(group, consumed_step=0, trained_version=0, applied=True) for group in groups]
 
 
 def floor_us(shape: Shape, seconds: float, place: str, cpu: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -75,7 +75,7 @@ def records(count: int, num_tokens: int) -> list[JournalRecord]:
         rollout = Rollout(
             group_id=group,
             sample_index=index % GROUP_SIZE,
-            prompt=prompt,
+            prompt_id=group,
             token_ids=rng.integers(0, 150_000, num_tokens, dtype=np.int32),
             behaviour_logprobs=-rng.random(num_tokens, dtype=np.float32),
             versions=np.full(num_tokens, group, np.int32),
@@ -85,8 +85,13 @@ def records(count: int, num_tokens: int) -> list[JournalRecord]:
         reward = float(index % 2)
         verdict = Verdict.CORRECT if reward else Verdict.WRONG
         scored = ScoredRollout(rollout, reward, verdict, {"accuracy": reward}, "42")
-        made.append(JournalRecord(index + 1, scored, 0))
+        made.append(JournalRecord(index + 1, scored, prompt, 0))
     return made
+
+
+def group_of(members: Sequence[JournalRecord]) -> RolloutGroup:
+    first = members[0]
+    return RolloutGroup(first.scored.rollout.group_id, first.prompt, 0, tuple(each.scored for each in members))
 
 
 class Stopwatch:
@@ -149,13 +154,13 @@ def read(directory: Path, rollouts: Sequence[JournalRecord]) -> Result:
 
 def ingest(directory: Path, rollouts: Sequence[JournalRecord], *, is_durable: bool = False) -> Result:
     directory.mkdir()
-    codec, records = Codec([Delivery]), [record.scored for record in rollouts]
-    frames = [codec.encode(Delivery(i + 1, 1, "outbox", 0, scored), 0) for i, scored in enumerate(records)]
-    prompts = [scored.rollout.prompt for scored in records[::GROUP_SIZE]]
+    codec = Codec([Delivery])
+    frames = [codec.encode(Delivery(each.sequence, 1, "outbox", 0, 0, each.scored), 0) for each in rollouts]
+    prompts = [each.prompt for each in rollouts[::GROUP_SIZE]]
     journal = None
     if is_durable:
         journal = RolloutJournal(JournalFiles(directory, run_name="bench", attempt=0), GroupEventLog(directory, 0), 0)
-    shape = Shape(GROUP_SIZE, GROUPS_A_STEP, PROMPT_TOKENS, len(records[0].rollout.token_ids))
+    shape = Shape(GROUP_SIZE, GROUPS_A_STEP, PROMPT_TOKENS, len(rollouts[0].scored.rollout.token_ids))
     intake = Intake(directory, shape, journal)
     watch = Stopwatch()
     with ThreadPoolExecutor(1) as thread:
@@ -164,9 +169,9 @@ def ingest(directory: Path, rollouts: Sequence[JournalRecord], *, is_durable: bo
             intake.take_in(prompts[step * GROUPS_A_STEP :][:GROUPS_A_STEP], frames[first : first + BATCH])
             if journal is not None:
                 commits.append(thread.submit(journal.commit))
-        if journal is not None and max(commit.result() for commit in commits) != len(records):
+        if journal is not None and max(commit.result() for commit in commits) != len(rollouts):
             raise SystemExit("rollouts are missing in the journal")
-    return watch.stop(len(records))
+    return watch.stop(len(rollouts))
 
 
 def ingest_durable(directory: Path, rollouts: Sequence[JournalRecord]) -> Result:
@@ -175,13 +180,10 @@ def ingest_durable(directory: Path, rollouts: Sequence[JournalRecord]) -> Result
 
 def seal(directory: Path, rollouts: Sequence[JournalRecord]) -> Result:
     directory.mkdir()
-    members = [record.scored for record in rollouts[: 4 * BATCH]]  # takes long: these will do
+    members = rollouts[: 4 * BATCH]  # takes long: these will do
     watch = Stopwatch()
     for first in range(0, len(members), BATCH):
-        groups = [
-            RolloutGroup(each[0].rollout.group_id, each[0].rollout.prompt, 0, tuple(each))
-            for each in (members[at : at + GROUP_SIZE] for at in range(first, first + BATCH, GROUP_SIZE))
-        ]
+        groups = [group_of(members[at : at + GROUP_SIZE]) for at in range(first, first + BATCH, GROUP_SIZE)]
         resolved = [ResolvedGroup(group, consumed_step=0, trained_version=0, applied=True) for group in groups]
         write_sealed(directory / f"segment_{first:06d}.h5", to_hdf5(resolved, {}))
     return watch.stop(len(members))

@@ -38,7 +38,7 @@ import zmq
 from bench.figures import tell
 from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol.messages import LEASES, CancelGroup
-from rlhpc.protocol.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.protocol.types import FinishReason, Rollout, ScoredRollout, Verdict
 from rlhpc.transport.client import ZmqBlockingClient
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.security import mint_run_keys
@@ -56,11 +56,10 @@ def rollouts(num_tokens: int) -> list[ScoredRollout]:
     rng = np.random.default_rng(0)
     made = []
     for index in range(DISTINCT):
-        prompt = Prompt(index, "math", rng.integers(0, 150_000, 128, dtype=np.int32), "42")
         rollout = Rollout(
             group_id=index,
             sample_index=0,
-            prompt=prompt,
+            prompt_id=index,
             token_ids=rng.integers(0, 150_000, num_tokens, dtype=np.int32),
             behaviour_logprobs=-rng.random(num_tokens, dtype=np.float32),
             versions=np.full(num_tokens, index, np.int32),
@@ -81,7 +80,7 @@ def as_lists(scored: ScoredRollout) -> dict[str, Any]:
     rollout = scored.rollout
     return {
         "group_id": rollout.group_id,
-        "prompt_ids": rollout.prompt.token_ids.tolist(),
+        "prompt_id": rollout.prompt_id,
         "token_ids": rollout.token_ids.tolist(),
         "logprobs": rollout.behaviour_logprobs.tolist(),
         "versions": rollout.versions.tolist(),

@@ -66,12 +66,14 @@ print(f"{spanning} of {len(rollouts)} trained rollouts were sampled by more than
 # Every token has the log-probability with which it was sampled.
 
 # %%
-last_wrong = [member for group in groups for member in group.group.members if member.verdict == "wrong"][-1]
+prompt, last_wrong = [
+    (group.group.prompt, member) for group in groups for member in group.group.members if member.verdict == "wrong"
+][-1]
 rollout = last_wrong.rollout
 unlikely = int(np.argmin(rollout.behaviour_logprobs))
-print(tokenizer.decode(rollout.prompt.token_ids) + tokenizer.decode(rollout.token_ids))
+print(tokenizer.decode(prompt.token_ids) + tokenizer.decode(rollout.token_ids))
 print(
-    f"reference {last_wrong.rollout.prompt.reference!r}, reward {last_wrong.reward:.2f}; least likely token: "
+    f"reference {prompt.reference!r}, reward {last_wrong.reward:.2f}; least likely token: "
     f"{tokenizer.decode(rollout.token_ids[unlikely : unlikely + 1])!r} "
     f"with probability {np.exp(rollout.behaviour_logprobs[unlikely]):.3f}"
 )

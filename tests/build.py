@@ -80,7 +80,7 @@ def lease(group_id: int = 0, sample_indices: Sequence[int] = (0, 1), *, max_toke
 def rollout(group_id: int = 0, sample_index: int = 0, *, length: int = 3, version: int = 0, **changes: Any) -> Rollout:
     """Tokens 5, 6, … of one version, each with log-probability −1 and part of the loss."""
     fields = {
-        "prompt": prompt(group_id),
+        "prompt_id": group_id,
         "token_ids": np.arange(5, 5 + length, dtype=np.int32),
         "behaviour_logprobs": np.full(length, -1, np.float32),
         "versions": np.full(length, version, np.int32),
@@ -102,4 +102,4 @@ def group(
 ) -> RolloutGroup:
     """A member for each reward; `changes` are those of `rollout`."""
     members = [scored(rollout(group_id, index, **changes), reward) for index, reward in enumerate(rewards)]
-    return RolloutGroup(group_id, members[0].rollout.prompt, admitted_version, tuple(members))
+    return RolloutGroup(group_id, prompt(members[0].rollout.prompt_id), admitted_version, tuple(members))

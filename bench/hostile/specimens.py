@@ -135,8 +135,10 @@ def _prompt() -> Prompt:
 def _delivery(num_tokens: int) -> m.Delivery:
     ids = np.arange(num_tokens, dtype=np.int32)
     logprobs, versions = -ids.astype(np.float32), np.full(num_tokens, 7, np.int32)
-    rollout = Rollout(12, 2, _prompt(), ids, logprobs, versions, np.ones(num_tokens, np.bool_), FinishReason.STOP)
-    return m.Delivery(31, 29, "a1b2c3", 1, ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42"))
+    rollout = Rollout(12, 2, 3, ids, logprobs, versions, np.ones(num_tokens, np.bool_), FinishReason.STOP)
+    return m.Delivery(
+        31, 29, "a1b2c3", 1, 0xC0FFEE, ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42")
+    )
 
 
 def _group() -> WeightGroup:

@@ -146,7 +146,7 @@ def _verified_rows(path: Path) -> tuple[JournalLayout, NDArray[Any], int]:
         rollout, versions = record.scored.rollout, record.scored.rollout.versions
         has_tokens = len(versions) > 0
         row["sequence"], row["group"], row["sample"] = record.sequence, rollout.group_id, rollout.sample_index
-        row["prompt"], row["admitted_version"] = rollout.prompt.prompt_id, record.admitted_version
+        row["prompt"], row["admitted_version"] = rollout.prompt_id, record.admitted_version
         row["num_tokens"], row["reward"] = len(versions), record.scored.reward
         row["is_error"] = record.scored.verdict is Verdict.VERIFIER_ERROR
         row["oldest"], row["newest"] = (versions.min(), versions.max()) if has_tokens else (-1, -1)

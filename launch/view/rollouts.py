@@ -178,9 +178,8 @@ def _pending(directory: Path, tell: Tell) -> dict[int, FoundGroup]:
 
 def _found(history: History, group_id: int, records: dict[int, JournalRecord]) -> FoundGroup:
     ordered = [record for _, record in sorted(records.items())]
-    first = ordered[0].scored.rollout
     members = tuple(record.scored for record in ordered)
-    group = RolloutGroup(group_id, first.prompt, ordered[0].admitted_version, members)
+    group = RolloutGroup(group_id, ordered[0].prompt, ordered[0].admitted_version, members)
     step = history.step_of.get(group_id, -1)
     reason, trained = history.dropped.get(group_id), history.trained.get(step)
     resolved = ResolvedGroup(
@@ -258,9 +257,9 @@ class Selection:
         """False if no member of that step's groups is selected; -1: of a group of no step."""
         return self.steps is None or self.steps[0] <= step <= self.steps[1]
 
-    def wants_member(self, scored: ScoredRollout) -> bool:
+    def wants_member(self, task: str, scored: ScoredRollout) -> bool:
         """Checks task, verdict and reward.  With a failed verifier there is no reward."""
-        if self.task not in (None, scored.rollout.prompt.task) or self.verdict not in (None, scored.verdict.value):
+        if self.task not in (None, task) or self.verdict not in (None, scored.verdict.value):
             return False
         if self.min_reward is None and self.max_reward is None:
             return True
@@ -304,8 +303,9 @@ class RunRollouts:
     def _each(self, selection: Selection) -> Iterator[SeenRollout]:
         is_any = False
         for found, advantages in self._with_advantages(selection):
-            for index, scored in enumerate(found.resolved.group.members):
-                if selection.wants_member(scored):
+            group = found.resolved.group
+            for index, scored in enumerate(group.members):
+                if selection.wants_member(group.prompt.task, scored):
                     mine = None if advantages is None else advantages[index]
                     seen = self._seen(found, scored, mine)
                     if selection.wants_text(seen.prompt, seen.completion, seen.reference, seen.detail):
@@ -360,7 +360,7 @@ class RunRollouts:
         return known
 
     def _seen(self, found: FoundGroup, scored: ScoredRollout, advantages: Float32 | None) -> SeenRollout:
-        resolved, rollout, prompt = found.resolved, scored.rollout, scored.rollout.prompt
+        resolved, rollout, prompt = found.resolved, scored.rollout, found.resolved.group.prompt
         return SeenRollout(
             group_id=rollout.group_id,
             sample_index=rollout.sample_index,

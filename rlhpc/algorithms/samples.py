@@ -174,7 +174,7 @@ class RewardShaping:
         return sum(weight * member.reward_parts[name] for name, weight in weights.items())
 
     def _for_length(self, rollout: Rollout) -> float:
-        length, longest = len(rollout.token_ids), self.max_completion_tokens(rollout.prompt.prompt_id)
+        length, longest = len(rollout.token_ids), self.max_completion_tokens(rollout.prompt_id)
         bonus = self.settings.length_weight * length / longest
         if not (cushion := self.settings.overlong_tokens):
             return bonus
@@ -271,8 +271,7 @@ class SampleMaker:
         rewards = [self.shaping.rewards(group) for group in groups]
         counts = [_num_loss_tokens(group) for group in groups]
         advantages = [self.estimator(*of_group) for of_group in zip(rewards, counts, strict=True)]
-        rollouts = [member.rollout for group in groups for member in group.members]
-        return _samples(rollouts, self._on_tokens(groups, counts, advantages)) if rollouts else []
+        return _samples(groups, self._on_tokens(groups, counts, advantages)) if any(map(len, counts)) else []
 
     def _on_tokens(
         self, groups: Sequence[RolloutGroup], counts: Sequence[Int32], advantages: Sequence[Float32]
@@ -319,12 +318,14 @@ def _num_loss_tokens(group: RolloutGroup) -> Int32:
     return np.array([np.count_nonzero(member.rollout.loss_mask) for member in group.members], np.int32)
 
 
-def _samples(rollouts: Sequence[Rollout], advantages: Values) -> list[TrainingSample]:
+def _samples(groups: Sequence[RolloutGroup], advantages: Values) -> list[TrainingSample]:
     """advantages: of all loss tokens.  The arrays of samples are views of arrays over all of them.
 
     Rows are made a batch at a time: a call of numpy costs as much as what it does to a short rollout.
     """
-    num_prompt_tokens = [len(rollout.prompt.token_ids) for rollout in rollouts]
+    rollouts = [member.rollout for group in groups for member in group.members]
+    prompts = [group.prompt.token_ids for group in groups for _ in group.members]
+    num_prompt_tokens = list(map(len, prompts))
     longest = max(num_prompt_tokens)
 
     def behind(value: Any, of_completions: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
@@ -333,7 +334,9 @@ def _samples(rollouts: Sequence[Rollout], advantages: Values) -> list[TrainingSa
         pairs = zip(num_prompt_tokens, of_completions, strict=True)
         return np.concatenate([part for length, values in pairs for part in (on_prompts[:length], values)])
 
-    token_ids = np.concatenate([part for each in rollouts for part in (each.prompt.token_ids, each.token_ids)])
+    token_ids = np.concatenate(
+        [ids for prompt, each in zip(prompts, rollouts, strict=True) for ids in (prompt, each.token_ids)]
+    )
     loss_mask = behind(False, [rollout.loss_mask for rollout in rollouts], np.bool_)
     versions = behind(-1, [rollout.versions for rollout in rollouts], np.int32)
     behaviour_logprobs = behind(0, [rollout.behaviour_logprobs for rollout in rollouts], np.float32)
@@ -351,8 +354,12 @@ def _samples(rollouts: Sequence[Rollout], advantages: Values) -> list[TrainingSa
 
 
 def _check_group(group: RolloutGroup) -> None:
+    if len(group.prompt.token_ids) == 0:
+        raise ValueError(f"group {group.group_id}: prompt {group.prompt.prompt_id} has no tokens to start from")
     for member in group.members:
         _check(member.rollout)
+        if member.rollout.prompt_id != group.prompt.prompt_id:
+            raise ValueError(f"{_name(member.rollout)}: it answers another prompt, {member.rollout.prompt_id}")
         if member.verdict is Verdict.VERIFIER_ERROR:
             raise ValueError(f"{_name(member.rollout)}: its verifier failed, so it has no reward: {member.detail}")
 
@@ -362,8 +369,6 @@ def _check(rollout: Rollout) -> None:
     if len(rollout.token_ids) == 0 or any(array.shape != rollout.token_ids.shape for array in arrays):
         shapes = [array.shape for array in arrays]
         raise ValueError(f"{_name(rollout)}: arrays of shapes {shapes} for {rollout.token_ids.shape} tokens")
-    if len(rollout.prompt.token_ids) == 0:
-        raise ValueError(f"{_name(rollout)}: prompt {rollout.prompt.prompt_id} has no tokens to start from")
     if rollout.finish_reason is FinishReason.ABORT:
         raise ValueError(f"{_name(rollout)}: it was aborted, not finished")
 

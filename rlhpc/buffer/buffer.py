@@ -11,6 +11,7 @@ training, complete; consumed and dropped groups reach a segment; a checkpoint ha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from rlhpc.protocol.types import FinishReason, Prompt, RolloutGroup, ScoredRollo
 # A snapshot of the buffer, for a checkpoint.
 
 
+log = logging.getLogger("rlhpc.buffer")
 BUFFERED_FILE = "buffered.h5"
 
 
@@ -101,12 +103,12 @@ class RolloutBuffer:
         record = self.ledger.wanted(rollout.group_id, rollout.sample_index)
         if record is None:
             return None
-        if rollout.prompt.prompt_id != record.prompt.prompt_id:
+        if rollout.prompt_id != record.prompt.prompt_id:
             place = f"sample {rollout.sample_index} of group {rollout.group_id}"
-            raise LedgerError(f"{place} answers another prompt, {rollout.prompt.prompt_id}")
+            raise LedgerError(f"{place} answers another prompt, {rollout.prompt_id}")
         self.ledger.deliver(rollout.group_id, rollout.sample_index)
         if self.journal is not None:
-            self.journal.add(scored, record.admitted_version)
+            self.journal.add(scored, record.prompt, record.admitted_version)
         return self._add(scored)
 
     def upcoming(self, num_groups: int) -> list[RolloutGroup] | None:
@@ -200,13 +202,18 @@ class RolloutBuffer:
             saved = read_segment(directory / BUFFERED_FILE)
         except SegmentError as error:
             raise CheckpointError(f"the buffered rollouts of the checkpoint cannot be read: {error}") from error
-        held = [(r.group.group_id, m.rollout.sample_index) for r in saved for m in r.group.members]
+        held = [(r.group.group_id, m.rollout.sample_index, m.rollout.prompt_id) for r in saved for m in r.group.members]
         found = set(held)
-        wanted = {(g.group_id, i) for g in self.ledger.groups for i, m in enumerate(g.members) if m.is_delivered}
+        wanted = {
+            (group.group_id, index, group.prompt.prompt_id)
+            for group in self.ledger.groups
+            for index, member in enumerate(group.members)
+            if member.is_delivered
+        }
         if found != wanted or len(held) != len(found):
             raise CheckpointError(
                 f"{directory / BUFFERED_FILE} holds {len(held)} rollouts and the ledger counts {len(wanted)} as "
-                f"delivered; first difference: group and sample {min(found ^ wanted, default='held twice')}"
+                f"delivered; first difference: group, sample and prompt {min(found ^ wanted, default='held twice')}"
             )
         for member in [member for resolved in saved for member in resolved.group.members]:
             self._add(member)
@@ -221,6 +228,8 @@ class RolloutBuffer:
         CheckpointError if the order of prompts is not that of the history.
         """
         known = history.implied | history.admitted
+        # As they were answered: under a chat template that writes the date, what is drawn again has other tokens.
+        answered = {(each.scored.rollout.group_id, each.prompt.prompt_id): each.prompt for each in history.rollouts}
         last = max(known, default=-1)
         while (group_id := self.ledger.next_group_id) <= last:
             admitted = known.get(group_id)
@@ -230,11 +239,16 @@ class RolloutBuffer:
                 # is on disk, so it was admitted under the younger group's version, and no older version sampled it.
                 younger = min(each for each in known if each > group_id)
                 admitted = history.implied[group_id] = Admitted(group_id, prompt.prompt_id, known[younger].version)
+            prompt = answered.get((group_id, prompt.prompt_id), prompt)
             self.ledger.admit(prompt, admitted.version, size=admitted.size, again=True)
         changed, dropped = set[int](), dict(history.dropped)
         for record in history.rollouts:
             rollout = record.scored.rollout
-            if self.ledger.deliver(rollout.group_id, rollout.sample_index):
+            wanted = self.ledger.wanted(rollout.group_id, rollout.sample_index)
+            if wanted is not None and not wanted.prompt.is_same(record.prompt):
+                history.problems.append(f"rollout {record.sequence} answers another prompt than its group has")
+                log.warning("%s: it is sampled again", history.problems[-1])
+            elif self.ledger.deliver(rollout.group_id, rollout.sample_index):
                 self._add(record.scored)
                 changed.add(rollout.group_id)
                 history.num_tokens += len(rollout.token_ids)

@@ -32,7 +32,7 @@ from rlhpc.buffer.journal import (
     write_at,
 )
 from rlhpc.protocol.errors import JournalError
-from rlhpc.protocol.types import ScoredRollout
+from rlhpc.protocol.types import Prompt, ScoredRollout
 
 # ------------------------------------------------------------------------------------------------------------ event log
 #
@@ -391,7 +391,7 @@ def _implied(history: History) -> dict[int, Admitted]:
         rollout = record.scored.rollout
         if (group_id := rollout.group_id) not in history.admitted:
             size = max(rollout.sample_index + 1, implied[group_id].size if group_id in implied else 0)
-            implied[group_id] = Admitted(group_id, rollout.prompt.prompt_id, record.admitted_version, size)
+            implied[group_id] = Admitted(group_id, rollout.prompt_id, record.admitted_version, size)
     return implied
 
 
@@ -541,10 +541,10 @@ class RolloutJournal:
         num_events = self._events.num_added - self._events.num_pending
         return self.num_durable >= position.num_rollouts and num_events >= position.num_events
 
-    def add(self, scored: ScoredRollout, admitted_version: int) -> int:
-        """Keep a rollout for the next commit; return its number in the run."""
+    def add(self, scored: ScoredRollout, prompt: Prompt, admitted_version: int) -> int:
+        """Keep a rollout for the next commit; return its number in the run.  prompt, admitted_version: of its group."""
         self._last += 1
-        self._pending.append(JournalRecord(self._last, scored, admitted_version))
+        self._pending.append(JournalRecord(self._last, scored, prompt, admitted_version))
         return self._last
 
     def note(self, event: Event) -> None:

@@ -71,6 +71,7 @@ class JournalRecord:
 
     sequence: int  # number of the rollout in the run, from 1, in the order of arrival
     scored: ScoredRollout
+    prompt: Prompt  # of the group
     admitted_version: int  # of the group
 
 
@@ -111,7 +112,7 @@ def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encod
     row = _ROLLOUT.pack(
         record.sequence,
         rollout.group_id,
-        rollout.prompt.prompt_id,
+        rollout.prompt_id,
         used.tokens,
         used.text_bytes,
         scored.reward,
@@ -186,7 +187,7 @@ def decode_rollout(
     rollout = Rollout(
         group_id=group_id,
         sample_index=sample_index,
-        prompt=found[1],
+        prompt_id=prompt_id,
         token_ids=token_ids,
         behaviour_logprobs=behaviour_logprobs,
         versions=versions,
@@ -202,7 +203,7 @@ def decode_rollout(
         decode_text(words[:detail_bytes]),
         decode_token_rewards(words[parts_end:]),
     )
-    return JournalRecord(sequence, scored, admitted)
+    return JournalRecord(sequence, scored, found[1], admitted)
 
 
 def _crc_of(row: bytes, tokens: Sequence[NDArray[Any]], text: bytes) -> int:
@@ -300,7 +301,7 @@ class JournalFiles:
         files = numbered_files(self._directory, _JOURNAL_NAME)
         index = files[-1][0] + 1 if files else 0
         path = self._directory / f"journal_{index:06d}.h5"
-        needed = encode_rollout(first, 0, encode_prompt(first.scored.rollout.prompt, 0, Sizes()).used).used
+        needed = encode_rollout(first, 0, encode_prompt(first.prompt, 0, Sizes()).used).used
         layout, blocks = new_file(
             self._room.or_more(needed),
             run_name=self._run_name,
@@ -331,7 +332,7 @@ class _OpenFile:
             rollout, prompt = record.scored.rollout, None
             row = self._prompt_rows.get(rollout.group_id, new_rows.get(rollout.group_id))
             if row is None:
-                row, prompt = used.prompts, encode_prompt(rollout.prompt, rollout.group_id, used)
+                row, prompt = used.prompts, encode_prompt(record.prompt, rollout.group_id, used)
             encoded = encode_rollout(record, row, used if prompt is None else prompt.used)
             if not encoded.used.fits(room):
                 break

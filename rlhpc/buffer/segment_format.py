@@ -460,7 +460,7 @@ def _to_resolved(row: _GroupRow, members: Sequence[_RolloutRow]) -> ResolvedGrou
             group_id=row.group_id,
             prompt=prompt,
             admitted_version=row.admitted_version,
-            members=tuple(_to_scored(member, prompt) for member in members),
+            members=tuple(_to_scored(member, row.prompt_id) for member in members),
         ),
         consumed_step=row.consumed_step,
         drop_reason=DropReason(row.drop_reason.decode()) if row.drop_reason else None,
@@ -471,13 +471,13 @@ def _to_resolved(row: _GroupRow, members: Sequence[_RolloutRow]) -> ResolvedGrou
     )
 
 
-def _to_scored(row: _RolloutRow, prompt: Prompt) -> ScoredRollout:
+def _to_scored(row: _RolloutRow, prompt_id: int) -> ScoredRollout:
     token_ids, behaviour_logprobs, versions, loss_mask = row.tokens
     return ScoredRollout(
         rollout=Rollout(
             group_id=row.group_id,
             sample_index=row.sample_index,
-            prompt=prompt,
+            prompt_id=prompt_id,
             token_ids=token_ids,
             behaviour_logprobs=behaviour_logprobs,
             versions=versions,

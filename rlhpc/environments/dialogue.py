@@ -299,7 +299,7 @@ class Dialogue:
         rollout = Rollout(
             group_id=request.group_id,
             sample_index=request.sample_index,
-            prompt=request.prompt,
+            prompt_id=request.prompt.prompt_id,
             token_ids=np.asarray(tokens.ids, np.int32),
             behaviour_logprobs=np.asarray(tokens.logprobs, np.float32),
             versions=np.asarray(tokens.versions, np.int32),

@@ -102,7 +102,7 @@ def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
     return Rollout(
         group_id=request.group_id,
         sample_index=request.sample_index,
-        prompt=request.prompt,
+        prompt_id=request.prompt.prompt_id,
         token_ids=token_ids,
         behaviour_logprobs=logprobs,
         versions=versions,

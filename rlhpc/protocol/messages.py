@@ -71,6 +71,7 @@ class Delivery:
     oldest: int  # deliveries below this number need no answer
     outbox: str  # identifies the numbering; new at each start of the process
     timeline: int  # of the weights that sampled it (JoinGroup)
+    prompt_checksum: int  # of the tokens of its lease's prompt (buffer/prefixes.py)
     scored: ScoredRollout
 
 

@@ -31,6 +31,10 @@ class Prompt:
     token_ids: Int32  # [Lp]
     reference: str  # the correct answer, in the form that the reward function expects
 
+    def is_same(self, other: Prompt) -> bool:
+        """Whether id and tokens are the same: a chat template that writes the date changes tokens from day to day."""
+        return self.prompt_id == other.prompt_id and np.array_equal(self.token_ids, other.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -101,7 +105,7 @@ class Rollout:
 
     group_id: int
     sample_index: int  # (group_id, sample_index) is unique in a run
-    prompt: Prompt
+    prompt_id: int  # of the lease's prompt; whoever needs the rest has the lease, or the group
     token_ids: Int32  # [Lc], at least one
     behaviour_logprobs: Float32  # [Lc] natural log, under the sampling distribution
     versions: Int32  # [Lc] policy version that sampled each token, never decreasing
@@ -142,7 +146,8 @@ class RolloutGroup:
     @property
     def num_tokens(self) -> int:
         """Number of tokens of all its samples, each with its prompt."""
-        return sum(len(each.rollout.prompt.token_ids) + len(each.rollout.token_ids) for each in self.members)
+        num_completion_tokens = sum(len(each.rollout.token_ids) for each in self.members)
+        return num_completion_tokens + len(self.members) * len(self.prompt.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

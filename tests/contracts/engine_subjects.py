@@ -16,6 +16,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhpc.buffer.prefixes import id_checksum
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import WeightsConfig
 from rlhpc.generation.vllm_core import CoreThread
@@ -46,6 +47,7 @@ PIECES = tuple(
 )
 LONG_PROMPT = np.asarray([4 + index % 90 for index in range(150)], np.int32)  # more than a block of KV cache
 MAX_TOKENS = 600
+PROMPTS: dict[int, Int32] = {}  # the tokens of all requests, by the ids of their prompts
 
 
 def tiny_config(model: Path, staging: str = "auto", dtype: str = "float32", **generation: object) -> Config:
@@ -80,8 +82,10 @@ def request_of(
     prefix: Prefix | None = None,
 ) -> RolloutRequest:
     tokens = np.arange(4, 12, dtype=np.int32) + group_id % 50 if prompt is None else prompt
+    prompt_id = id_checksum(tokens)
+    PROMPTS[prompt_id] = tokens
     sampling = SamplingParams(max_tokens, temperature, stop_token_ids, stop_strings, searched_from)
-    return RolloutRequest(group_id, 0, Prompt(group_id, "math", tokens, "42"), sampling, prefix)
+    return RolloutRequest(group_id, 0, Prompt(prompt_id, "math", tokens, "42"), sampling, prefix)
 
 
 def forget_end_of_sequence(model: Path) -> None:
@@ -114,10 +118,10 @@ class Subject(ABC):
 
     def expected_score(self, version: int, row: Int32) -> Float32:
         """Log-probabilities of all tokens of a row but the first."""
-        ones = np.ones(len(row) - 1)
+        ones, prompt_id = np.ones(len(row) - 1), request_of(0, prompt=row[:1]).prompt.prompt_id
         rollout = Rollout(
-            0, 0, request_of(0, prompt=row[:1]).prompt, row[1:], ones.astype(np.float32), ones.astype(np.int32),
-            ones.astype(np.bool_), FinishReason.LENGTH,
+            0, 0, prompt_id, row[1:], ones.astype(np.float32), ones.astype(np.int32), ones.astype(np.bool_),
+            FinishReason.LENGTH,
         )  # fmt: skip
         return self.expected_logprobs(version, rollout)
 
@@ -217,7 +221,7 @@ class VllmSubject(Subject):
         with torch.no_grad():
             for (_, weight), parameter in zip(self.weights(version), self._reference.parameters(), strict=True):
                 parameter.copy_(weight)
-            prompt = rollout.prompt.token_ids
+            prompt = PROMPTS[rollout.prompt_id]
             tokens = torch.from_numpy(np.concatenate([prompt, rollout.token_ids])).long()
             logits = self._reference(tokens[None]).logits[0, len(prompt) - 1 : -1]
             picked = torch.log_softmax(logits.float(), -1).gather(1, tokens[len(prompt) :, None])

@@ -24,7 +24,14 @@ from rlhpc.generation.vllm_core import CoreThread
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import FinishReason, Rollout
-from tests.contracts.engine_subjects import VllmSubject, living_children, remember_strangers, request_of, tiny_config
+from tests.contracts.engine_subjects import (
+    PROMPTS,
+    VllmSubject,
+    living_children,
+    remember_strangers,
+    request_of,
+    tiny_config,
+)
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 
@@ -70,7 +77,7 @@ class SharpSubject(VllmSubject):
         """Of the first sampled token, in float32 throughout."""
         self.expected_logprobs(version, rollout)  # loads the reference
         with torch.no_grad():
-            return self._reference(torch.from_numpy(rollout.prompt.token_ids).long()[None]).logits[0, -1]
+            return self._reference(torch.from_numpy(PROMPTS[rollout.prompt_id]).long()[None]).logits[0, -1]
 
 
 @pytest_asyncio.fixture(

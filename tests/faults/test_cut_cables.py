@@ -16,7 +16,7 @@ from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol import messages as m
 from rlhpc.protocol.errors import ChannelError, ChannelFull
 from rlhpc.protocol.messages import CONTROL, LEASES, ChannelSpec
-from rlhpc.protocol.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.protocol.types import FinishReason, Rollout, ScoredRollout, Verdict
 from rlhpc.roles.generator import sampling as outbox_module
 from rlhpc.roles.generator.sampling import Outbox
 from rlhpc.transport.client import ZmqClient
@@ -69,8 +69,7 @@ async def connected(spec: ChannelSpec, address: str, secrets: Path, name: str) -
 
 def scored(number: int) -> ScoredRollout:
     ids = np.arange(200, dtype=np.int32)
-    prompt = Prompt(number, "math", ids[:5], "42")
-    rollout = Rollout(number, 0, prompt, ids, -ids.astype(np.float32), ids, ids > 3, FinishReason.STOP)
+    rollout = Rollout(number, 0, number, ids, -ids.astype(np.float32), ids, ids > 3, FinishReason.STOP)
     return ScoredRollout(rollout, 1.0, Verdict.CORRECT)
 
 

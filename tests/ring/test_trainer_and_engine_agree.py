@@ -83,7 +83,7 @@ class Running:
         await self.engine.leave_weights()
         publisher.dissolve()
 
-    async def sample(self) -> list[Rollout]:
+    async def sample(self) -> list[tuple[Prompt, Rollout]]:
         """Completions of many lengths."""
         requests = [
             RolloutRequest(
@@ -97,9 +97,9 @@ class Running:
         rollouts = list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
         assert len({len(rollout.token_ids) for rollout in rollouts}) > 5
         assert all(np.all(rollout.versions == self.engine.policy_version) for rollout in rollouts)
-        return rollouts
+        return [(request.prompt, rollout) for request, rollout in zip(requests, rollouts, strict=True)]
 
-    async def converse(self) -> list[Rollout]:
+    async def converse(self) -> list[tuple[Prompt, Rollout]]:
         """Dialogues of several turns, with what was read between them, under a chat template of characters."""
         (self.checkpoint / "chat_template.jinja").write_text(
             "{% for message in messages %}[{{ message.role }}]{{ message.content }}<eos>\n{% endfor %}"
@@ -125,7 +125,7 @@ class Running:
             dialogues.append(Dialogue(request, self.engine, environment, speech, limits, admitted_version=0))
         finished = await asyncio.gather(*(dialogue.run() for dialogue in dialogues))
         assert max(each.num_turns for each in finished) > 2
-        return [each.rollout for each in finished]
+        return [(of.request.prompt, each.rollout) for of, each in zip(dialogues, finished, strict=True)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=FAMILIES)
@@ -158,11 +158,11 @@ async def test_fp32_logprobs_of_engine_and_trainer_differ_by_at_most_a_ten_thous
 
 @pytest.mark.parametrize("running", FAMILIES, indirect=True)
 async def test_they_agree_on_dialogues_of_several_turns_and_what_was_read_is_masked(running, pool, tmp_path):
-    rollouts = await running.converse()
-    rows = _packed(rollouts)
+    dialogues = await running.converse()
+    rows = _packed(dialogues)
     loss_tokens = sum(int(np.count_nonzero(row.loss_mask)) for row in rows)
-    assert loss_tokens == sum(int(np.count_nonzero(rollout.loss_mask)) for rollout in rollouts)
-    assert loss_tokens < sum(len(rollout.token_ids) for rollout in rollouts) - 16 * len("[assistant]")
+    assert loss_tokens == sum(int(np.count_nonzero(rollout.loss_mask)) for _, rollout in dialogues)
+    assert loss_tokens < sum(len(rollout.token_ids) for _, rollout in dialogues) - 16 * len("[assistant]")
     cluster = pool.cluster("reference-dp1", LAYOUTS["reference-dp1"])
     (answer,) = await asyncio.to_thread(
         cluster.run, look, tmp_path, model=running.checkpoint, rows=rows, temperature=TEMPERATURE
@@ -212,11 +212,11 @@ def _assert_agree(rows: list[PackedMicrobatch], logprobs: list[Tensor]) -> None:
     assert max(float(d.max()) for d in differences) <= TOLERANCE_NATS
 
 
-def _packed(rollouts: list[Rollout]) -> list[PackedMicrobatch]:
+def _packed(answers: list[tuple[Prompt, Rollout]]) -> list[PackedMicrobatch]:
     samples = []
-    for rollout in rollouts:
+    for prompt, rollout in answers:
         scored = ScoredRollout(rollout, 1.0, Verdict.CORRECT)
-        group = RolloutGroup(rollout.group_id, rollout.prompt, 0, (scored,))
+        group = RolloutGroup(rollout.group_id, prompt, 0, (scored,))
         samples += SampleMaker(lambda rewards, lengths: np.ones_like(rewards))([group])
     batch = pack(samples, token_budget=256, num_ranks=1, cost=FlopCost(1.0, 0.0))
     return batch.rows

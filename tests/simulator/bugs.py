@@ -60,13 +60,13 @@ def duplicate_counted() -> Iterator[None]:
     """A second copy of a rollout is taken for the member that is missing."""
     real = RolloutSink.receive
 
-    def receive(self: RolloutSink, holder: str, scored: ScoredRollout) -> bool:
+    def receive(self: RolloutSink, holder: str, scored: ScoredRollout, prompt_checksum: int) -> bool:
         group_id, index = scored.rollout.group_id, scored.rollout.sample_index
         record = self._buffer.ledger.open_record(group_id)
         if record is not None and record.members[index].is_delivered:
             missing = next((i for i, member in enumerate(record.members) if not member.is_delivered), index)
             scored = replace(scored, rollout=replace(scored.rollout, sample_index=missing))
-        return real(self, holder, scored)
+        return real(self, holder, scored, prompt_checksum)
 
     with patch.object(RolloutSink, "receive", receive):
         yield

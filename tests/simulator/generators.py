@@ -13,7 +13,7 @@ from typing import Any
 from rlhpc.protocol.contracts import ClientChannel, WeightTiming
 from rlhpc.protocol.errors import ChannelError
 from rlhpc.protocol.messages import CONTROL, LEASES, RewardReply, RewardRequest, StopRole
-from rlhpc.protocol.types import ScoredRollout, WeightGroup, WeightManifest
+from rlhpc.protocol.types import Prompt, ScoredRollout, WeightGroup, WeightManifest
 from rlhpc.roles.generator.generator import Generator
 from rlhpc.roles.generator.sampling import Link, Outbox, Sampling
 from rlhpc.roles.lifecycle import RoleContext, beat, hello, run_until
@@ -63,9 +63,9 @@ class WatchedOutbox(Outbox):
         super().__init__()
         self._world, self.twice_until_s = world, 0.0
 
-    async def deliver(self, channel: ClientChannel, scored: ScoredRollout, timeline: int) -> None:
-        self._world.delivered(scored)
-        await super().deliver(channel, scored, timeline)
+    async def deliver(self, channel: ClientChannel, prompt: Prompt, scored: ScoredRollout, timeline: int) -> None:
+        self._world.delivered(prompt, scored)
+        await super().deliver(channel, prompt, scored, timeline)
         if asyncio.get_running_loop().time() < self.twice_until_s:
             for number in list(self._kept):
                 if number in self._kept:

@@ -16,12 +16,13 @@ from rlhpc.config.rules import Config
 from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import LedgerError
 from rlhpc.protocol.messages import Delivered, Delivery
-from rlhpc.protocol.types import Lease, PackedBatch, ScoredRollout
+from rlhpc.protocol.types import Lease, PackedBatch, Prompt, ScoredRollout
 from rlhpc.roles.controller.controller import Controller
 from tests.simulator.trainer import Weights, prompts_of
 
 ANSWER_S = 5.0  # virtual: a commit takes some hundredths
 Key = tuple[int, int]  # group, sample index
+Made = tuple[int, int, str]  # and the prompt's tokens
 
 
 class Violation(AssertionError):
@@ -32,7 +33,7 @@ class Violation(AssertionError):
 class Known:
     """What is true of a run whatever happens to its processes."""
 
-    made: dict[str, Key] = field(default_factory=dict)  # by the verdict's text, which is unique: what it was made for
+    made: dict[str, Made] = field(default_factory=dict)  # by the verdict's text, which is unique: what it was made for
     deliveries: dict[tuple[str, int], Key] = field(default_factory=dict)  # (outbox, number)
     acknowledged: set[Key] = field(default_factory=set)
 
@@ -148,17 +149,20 @@ class Invariants:
         for record in self._journal._pending:
             if record.sequence > self._last_arrived:
                 self._last_arrived = record.sequence
-                self._check_made_for(record.scored, record.scored.rollout.group_id, record.scored.rollout.sample_index)
+                rollout = record.scored.rollout
+                self._check_made_for(record.scored, record.prompt, rollout.group_id, rollout.sample_index)
 
-    def _check_made_for(self, scored: ScoredRollout, group_id: int, index: int) -> None:
+    def _check_made_for(self, scored: ScoredRollout, prompt: Prompt, group_id: int, index: int) -> None:
         made = self._known.made.get(scored.detail)
-        if made != (group_id, index):
-            raise Violation(f"sample {index} of group {group_id} is rollout {scored.detail}, made for {made}")
+        if made != (group_id, index, str(prompt.token_ids)):
+            counts_for = f"sample {index} of group {group_id}, prompt {prompt.token_ids}"
+            raise Violation(f"{counts_for} is rollout {scored.detail}, made for {made}")
 
     def _check_whole(self, group_id: int) -> None:
-        members = self._buffer._groups[group_id].members
+        group = self._buffer._groups[group_id]
+        members = group.members
         for index, member in enumerate(members):
-            self._check_made_for(member, group_id, index)
+            self._check_made_for(member, group.prompt, group_id, index)
         least, wanted = self._config.admission.group_size, len(self._ledger.group(group_id).members)
         if len(members) != wanted or not least <= wanted <= self._config.largest_group:
             raise Violation(f"group {group_id} has {len(members)} members of {wanted}")
@@ -222,9 +226,9 @@ class Invariants:
         return group_id in self._ledger._untaken or group_id in self._ledger._taken
 
 
-def made(known: Known, scored: ScoredRollout) -> None:
-    """Note a rollout that a generator begins to deliver."""
-    known.made[scored.detail] = scored.rollout.group_id, scored.rollout.sample_index
+def made(known: Known, prompt: Prompt, scored: ScoredRollout) -> None:
+    """Note a rollout of this prompt that a generator begins to deliver."""
+    known.made[scored.detail] = scored.rollout.group_id, scored.rollout.sample_index, str(prompt.token_ids)
 
 
 def check_totals(controller: Controller, rollouts: Path) -> None:

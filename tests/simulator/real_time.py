@@ -26,7 +26,7 @@ from launch.verify.evidence import Depth
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import write_resolved
 from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
-from rlhpc.protocol.types import PackedBatch, ScoredRollout
+from rlhpc.protocol.types import PackedBatch, Prompt, ScoredRollout
 from rlhpc.roles.controller.controller import Controller, assemble
 from rlhpc.roles.lifecycle import RoleContext, StopRequest, exit_status_of
 from tests.engines.memory_channel import MemoryServer
@@ -125,7 +125,7 @@ class RealTime:
     def tell(self, *words: object) -> None:
         pass
 
-    def delivered(self, scored: ScoredRollout) -> None:
+    def delivered(self, prompt: Prompt, scored: ScoredRollout) -> None:
         pass
 
     def trained(self, batch: PackedBatch, weights: Weights) -> None:

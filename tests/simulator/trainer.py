@@ -34,7 +34,15 @@ from rlhpc.protocol.messages import (
     TrainBatch,
     TrainerReady,
 )
-from rlhpc.protocol.types import PackedBatch, PackedMinibatch, ScoredRollout, TensorSpec, WeightGroup, WeightManifest
+from rlhpc.protocol.types import (
+    PackedBatch,
+    PackedMinibatch,
+    Prompt,
+    ScoredRollout,
+    TensorSpec,
+    WeightGroup,
+    WeightManifest,
+)
 from rlhpc.roles.lifecycle import RoleContext, beat, hello, run_until
 from tests.simulator.network import SimulatedClient
 
@@ -56,8 +64,8 @@ class Simulation(Protocol):
     def tell(self, *words: object) -> None:
         """A line of the trace."""
 
-    def delivered(self, scored: ScoredRollout) -> None:
-        """A generator has made a rollout and begins to deliver it."""
+    def delivered(self, prompt: Prompt, scored: ScoredRollout) -> None:
+        """A generator has made a rollout for this prompt and begins to deliver it."""
 
     def trained(self, batch: PackedBatch, weights: Weights) -> None:
         """The trainer is about to do a step."""

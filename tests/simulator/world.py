@@ -29,7 +29,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash, write_resolved
 from rlhpc.protocol.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
-from rlhpc.protocol.types import PackedBatch, ScoredRollout
+from rlhpc.protocol.types import PackedBatch, Prompt, ScoredRollout
 from rlhpc.roles.controller import batches
 from rlhpc.roles.controller.controller import assemble
 from rlhpc.roles.lifecycle import RoleContext, StopRequest, first_leaf
@@ -286,8 +286,8 @@ class World:
             context.name, context.incarnation, self.processes[TRAINER if context.role == TRAINER else context.name]
         )
 
-    def delivered(self, scored: ScoredRollout) -> None:
-        made(self.known, scored)
+    def delivered(self, prompt: Prompt, scored: ScoredRollout) -> None:
+        made(self.known, prompt, scored)
 
     def trained(self, batch: PackedBatch, weights: Weights) -> None:
         self.tell("step", batch.step, "of version", batch.policy_version)

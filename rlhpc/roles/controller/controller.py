@@ -293,7 +293,7 @@ class Controller:
         while True:
             name, message = await self.leases.receive()
             if isinstance(message, Delivery):
-                has_changed = self._counts(message) and self.sink.receive(name, message.scored)
+                has_changed = self._counts(message) and self.sink.receive(name, message.scored, message.prompt_checksum)
                 self.journaling.received(name, message)
                 if not has_changed:
                     continue

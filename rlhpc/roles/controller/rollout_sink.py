@@ -17,6 +17,7 @@ from rlhpc.algorithms.samples import RewardShaping
 from rlhpc.buffer.batches import DropReason, GroupRecord, ResolvedGroup
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.lost_leases import LostLeases
+from rlhpc.buffer.prefixes import id_checksum
 from rlhpc.config.tables import AdmissionConfig
 from rlhpc.protocol.contracts import PromptSource
 from rlhpc.protocol.errors import LedgerError, StarvedError
@@ -25,8 +26,6 @@ from rlhpc.rewards.outcomes import KILLS_ITS_WORKER, LEASES_LOST, QUARANTINED, E
 from rlhpc.roles.controller.state import Totals
 
 log = logging.getLogger("rlhpc.rollout_sink")
-
-LONG_REFERENCE = 1000  # characters
 
 
 @dataclass(slots=True)
@@ -74,8 +73,8 @@ class RolloutSink:
         self.stats = IntakeStats()
         self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
 
-    def receive(self, holder: str, scored: ScoredRollout) -> bool:
-        """Receive one rollout.  True: a slot became free or a group is finished.
+    def receive(self, holder: str, scored: ScoredRollout, prompt_checksum: int) -> bool:
+        """Receive one rollout.  True: a slot became free or a group is finished.  prompt_checksum: as in Delivery.
 
         Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often,
         LedgerError if a lease was sampled by weights that it was not for.
@@ -84,7 +83,7 @@ class RolloutSink:
         record = self._ledger.wanted(rollout.group_id, rollout.sample_index)
         if record is None:
             return False  # a second copy, or its group was dropped meanwhile
-        if record.prompt.prompt_id != rollout.prompt.prompt_id:
+        if (record.prompt.prompt_id, id_checksum(record.prompt.token_ids)) != (rollout.prompt_id, prompt_checksum):
             log.warning("rollout %d:%d belongs to another prompt: ignored", rollout.group_id, rollout.sample_index)
             return False
         if self._of_one_version and (rollout.versions != record.admitted_version).any():
@@ -96,9 +95,9 @@ class RolloutSink:
         if scored.verdict is Verdict.VERIFIER_ERROR:
             log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
             if scored.failure in KILLS_ITS_WORKER:
-                self._lost_leases.record_worker_death(rollout.prompt, scored.detail)
+                self._lost_leases.record_worker_death(record.prompt, scored.detail)
         self._gate.check(self._admission.max_groups_without_spread)
-        group = self._buffer.deliver(holder, _with_own_reference(scored, record))
+        group = self._buffer.deliver(holder, scored)
         if scored.verdict is Verdict.VERIFIER_ERROR:
             self._drop(record, DropReason.VERIFIER_ERROR)
             return True
@@ -229,12 +228,3 @@ class RolloutSink:
             f"{mean:g} on average), so that no batch can be filled; {remedy}; admission.active_sampling=false "
             "trains regardless"
         )
-
-
-def _with_own_reference(scored: ScoredRollout, record: GroupRecord) -> ScoredRollout:
-    """Keep a long reference, such as the tests of a program, once for a group, not for each member."""
-    prompt = scored.rollout.prompt
-    if len(prompt.reference) < LONG_REFERENCE or prompt.reference != record.prompt.reference:
-        return scored
-    prompt = replace(prompt, reference=record.prompt.reference)
-    return replace(scored, rollout=replace(scored.rollout, prompt=prompt))

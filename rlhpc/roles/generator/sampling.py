@@ -46,7 +46,7 @@ from rlhpc.protocol.messages import (
     TurnReply,
     TurnRequest,
 )
-from rlhpc.protocol.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
+from rlhpc.protocol.types import FinishReason, Lease, Prefix, Prompt, Rollout, RolloutRequest, ScoredRollout, Verdict
 from rlhpc.rewards.outcomes import UNANSWERED
 from rlhpc.transport.rpc import RpcClient
 
@@ -189,21 +189,22 @@ class Outbox:
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex[:12]
         self._num_delivered = 0
-        self._kept: dict[int, tuple[ScoredRollout, int]] = {}  # in the order of delivery, each with its timeline
+        self._kept: dict[int, Delivery] = {}  # in the order of delivery
 
     @property
     def num_kept(self) -> int:
         """Rollouts that wait for an acknowledgement."""
         return len(self._kept)
 
-    async def deliver(self, channel: ClientChannel, scored: ScoredRollout, timeline: int) -> None:
-        """Send a rollout, and keep it.  timeline: of the weights that sampled it.
+    async def deliver(self, channel: ClientChannel, prompt: Prompt, scored: ScoredRollout, timeline: int) -> None:
+        """Send a rollout, and keep it.  prompt: of its lease; timeline: of the weights that sampled it.
 
         Raises ChannelError; then it is kept, too.
         """
         self._num_delivered += 1
-        self._kept[self._num_delivered] = scored, timeline
-        await self._send(channel, self._num_delivered)
+        number, checksum = self._num_delivered, id_checksum(prompt.token_ids)
+        self._kept[number] = Delivery(number, number, self._name, timeline, checksum, scored)
+        await self._send(channel, number)
 
     def acknowledged(self, message: Delivered) -> None:
         """The controller has all up to this one on disk."""
@@ -228,8 +229,7 @@ class Outbox:
                 silence_s = SILENCE_S
 
     async def _send(self, channel: ClientChannel, number: int) -> None:
-        scored, timeline = self._kept[number]
-        await channel.send(Delivery(number, min(self._kept), self._name, timeline, scored))
+        await channel.send(replace(self._kept[number], oldest=min(self._kept)))
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
@@ -349,9 +349,10 @@ class Sampling:
         for sample_index, prefix in zip(lease.sample_indices, prefixes, strict=True):
             request = RolloutRequest(lease.group_id, sample_index, lease.prompt, lease.sampling, prefix)
             known = self._requests.get(request.request_id)
-            if known is not None and known.prompt.prompt_id == lease.prompt.prompt_id:
+            if known is not None and known.prompt.is_same(lease.prompt):
                 continue  # the lease had expired, or its controller was replaced
-            if known is not None:  # a controller that lost the admission has numbered another prompt so
+            # A controller that lost the admission has numbered another prompt so, or drawn it with other tokens.
+            if known is not None:
                 self._tasks[request.request_id].cancel()
             task = self._group.create_task(self._sample(request, lease.admitted_version))
             self._tasks[request.request_id], self._requests[request.request_id] = task, request
@@ -391,10 +392,10 @@ class Sampling:
                 await self._return(request, rollout)
             return
         if scored is None:
-            scored = await self._judge(rollout)
+            scored = await self._judge(request.prompt, rollout)
         link = await self._next_link()
         try:
-            await self.outbox.deliver(link.leases, scored, self.timeline)
+            await self.outbox.deliver(link.leases, request.prompt, scored, self.timeline)
         except ChannelError as error:  # it is kept, and sent to the next controller
             self._complain(link, error)
 
@@ -474,9 +475,9 @@ class Sampling:
                 await self._link.leases.send(returned)
                 self.num_handed_back += 1
 
-    async def _judge(self, rollout: Rollout) -> ScoredRollout:
+    async def _judge(self, prompt: Prompt, rollout: Rollout) -> ScoredRollout:
         """Ask for a verdict, again if the verifier failed; a verifier error is never a reward of zero."""
-        prompt, has_ended = rollout.prompt, rollout.finish_reason is FinishReason.STOP
+        has_ended = rollout.finish_reason is FinishReason.STOP
         completion = self._tokenizer.decode_completion(
             rollout.token_ids, has_ended=has_ended, stop_strings=self._config.generation.stop
         )

@@ -14,12 +14,11 @@ from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, Sc
 # ------------------------------------------------------------------ Groups of rollouts for the tests of this directory
 
 
-def rollout(index: int = 0, *, length: int = 3, prompt_length: int = 2, **changed: Any) -> Rollout:
-    prompt = Prompt(7, "math", np.arange(100, 100 + prompt_length, dtype=np.int32), "42")
+def rollout(index: int = 0, *, length: int = 3, **changed: Any) -> Rollout:
     fields: dict[str, Any] = {
         "group_id": 5,
         "sample_index": index,
-        "prompt": prompt,
+        "prompt_id": 7,
         "token_ids": np.arange(length, dtype=np.int32) + 10 * index,
         "behaviour_logprobs": -np.arange(1, length + 1, dtype=np.float32),
         "versions": np.full(length, 4, np.int32),
@@ -33,8 +32,9 @@ def scored(member: Rollout, reward: float, verdict: Verdict | None = None, **par
     return ScoredRollout(member, reward, verdict or (Verdict.CORRECT if reward > 0 else Verdict.WRONG), parts)
 
 
-def group(*members: ScoredRollout, admitted_version: int = 3) -> RolloutGroup:
-    return RolloutGroup(5, members[0].rollout.prompt, admitted_version, members)
+def group(*members: ScoredRollout, admitted_version: int = 3, prompt_length: int = 2) -> RolloutGroup:
+    prompt = Prompt(7, "math", np.arange(100, 100 + prompt_length, dtype=np.int32), "42")
+    return RolloutGroup(5, prompt, admitted_version, members)
 
 
 # ------------------------------------ Rows of tokens for losses, of the plainest values where a test says nothing else

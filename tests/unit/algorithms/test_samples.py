@@ -58,7 +58,7 @@ def test_a_group_without_spread_has_zero_advantages_and_one_with_a_failed_verifi
     ("broken", "why"),
     [
         (rollout(0, finish_reason=FinishReason.ABORT), "it was aborted"),
-        (rollout(0, prompt_length=0), "prompt 7 has no tokens"),
+        (rollout(0, prompt_id=8), "sample 0 of group 5: it answers another prompt, 8"),
         (rollout(0, versions=np.zeros(2, np.int32)), r"arrays of shapes \[\(3,\), \(2,\), \(3,\)\]"),
         (rollout(0, length=0), r"for \(0,\) tokens"),
     ],
@@ -66,6 +66,11 @@ def test_a_group_without_spread_has_zero_advantages_and_one_with_a_failed_verifi
 def test_what_must_not_be_trained_on_is_refused(broken: Rollout, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make_samples([group(scored(broken, 1.0), scored(rollout(1), 0.0))])
+
+
+def test_a_group_whose_prompt_is_empty_is_refused() -> None:
+    with pytest.raises(ValueError, match="group 5: prompt 7 has no tokens"):
+        make_samples([group(scored(rollout(0), 1.0), prompt_length=0)])
 
 
 def test_a_critic_gets_the_reward_of_a_completion_on_its_last_loss_token() -> None:
@@ -277,7 +282,7 @@ def test_length_is_measured_by_the_limit_of_the_prompt_s_own_dataset() -> None:
     rule = RewardShaping(ShapingConfig(overlong_tokens=20), lambda prompt_id: 50 if prompt_id % 2 else 100)
     for prompt_id, expected in ((4, 1.0), (5, 0.5)):
         scored_one = member(0, 40)
-        asked = replace(scored_one.rollout, prompt=replace(scored_one.rollout.prompt, prompt_id=prompt_id))
+        asked = replace(scored_one.rollout, prompt_id=prompt_id)
         assert rule.rewards(group(replace(scored_one, rollout=asked))).tolist() == [expected]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.buffer.journal import JournalRecord
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.prefixes import PartialRollout, id_checksum
 from rlhpc.buffer.segments import SegmentWriter
@@ -73,7 +74,7 @@ def make_scored(group_id: int, sample_index: int, *, length: int | None = None, 
     rollout = Rollout(
         group_id=group_id,
         sample_index=sample_index,
-        prompt=make_prompt(group_id),
+        prompt_id=group_id,
         token_ids=rng.integers(0, 50_000, num_tokens, dtype=np.int32),
         behaviour_logprobs=-rng.random(num_tokens, dtype=np.float32),
         versions=np.sort(rng.integers(0, 4, num_tokens, dtype=np.int32)),
@@ -90,6 +91,10 @@ def make_scored(group_id: int, sample_index: int, *, length: int | None = None, 
     return ScoredRollout(rollout=rollout, **(fields | changes))
 
 
+def make_record(sequence: int, scored: ScoredRollout, admitted_version: int = 0) -> JournalRecord:
+    return JournalRecord(sequence, scored, make_prompt(scored.rollout.prompt_id), admitted_version)
+
+
 def make_group(group_id: int, num_members: int = 2, **changes: Any) -> RolloutGroup:
     members = tuple(make_scored(group_id, index, **changes) for index in range(num_members))
     return RolloutGroup(group_id, make_prompt(group_id), admitted_version=group_id // 2, members=members)
@@ -97,7 +102,7 @@ def make_group(group_id: int, num_members: int = 2, **changes: Any) -> RolloutGr
 
 def assert_same_group(actual: RolloutGroup, expected: RolloutGroup) -> None:
     assert (actual.group_id, actual.admitted_version) == (expected.group_id, expected.admitted_version)
-    _assert_same_prompt(actual.prompt, expected.prompt)
+    assert_same_prompt(actual.prompt, expected.prompt)
     assert len(actual.members) == len(expected.members)
     for mine, theirs in zip(actual.members, expected.members, strict=True):
         assert_same_scored(mine, theirs)
@@ -111,19 +116,15 @@ def assert_same_scored(mine: ScoredRollout, theirs: ScoredRollout) -> None:
 
 
 def _assert_same_rollout(mine: Rollout, theirs: Rollout) -> None:
-    assert (mine.group_id, mine.sample_index, mine.finish_reason) == (
-        theirs.group_id,
-        theirs.sample_index,
-        theirs.finish_reason,
-    )
-    _assert_same_prompt(mine.prompt, theirs.prompt)
+    for name in ("group_id", "sample_index", "prompt_id", "finish_reason"):
+        assert getattr(mine, name) == getattr(theirs, name)
     for name in ("token_ids", "behaviour_logprobs", "versions", "loss_mask"):
         left, right = getattr(mine, name), getattr(theirs, name)
         assert left.dtype == right.dtype
         assert left.tobytes() == right.tobytes()
 
 
-def _assert_same_prompt(mine: Prompt, theirs: Prompt) -> None:
+def assert_same_prompt(mine: Prompt, theirs: Prompt) -> None:
     assert (mine.prompt_id, mine.task, mine.reference) == (theirs.prompt_id, theirs.task, theirs.reference)
     assert mine.token_ids.tobytes() == theirs.token_ids.tobytes()
 

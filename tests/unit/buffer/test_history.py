@@ -8,19 +8,23 @@ import os
 import resource
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rollout_samples import (
     ManualClock,
     assert_same_group,
+    assert_same_prompt,
     assert_same_scored,
     ledger_settings,
     make_group,
     make_ledger,
     make_prefix,
     make_prompt,
+    make_record,
     make_scored,
     make_writer,
 )
@@ -48,7 +52,7 @@ from rlhpc.buffer.history import (
     timeline_of,
     version_after,
 )
-from rlhpc.buffer.journal import JournalFiles, JournalRecord, journal_paths
+from rlhpc.buffer.journal import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.prefixes import PartialIntake
@@ -240,6 +244,37 @@ def test_what_a_checkpoint_knows_is_not_read_again(layout: RunLayout, tmp_path: 
     again.restore(history, prompts)
     assert again.ledger.open_groups() == [2, 3, 4]
     assert not again.ledger.is_wanted(3, 1)
+
+
+def test_a_prompt_that_is_drawn_with_other_tokens_stays_as_it_was_answered(layout: RunLayout) -> None:
+    """The chat template writes the date.  Nobody has answered prompt 1, and it is asked as it is today."""
+    buffer = begin(layout, 0)
+    for prompt_id in (0, 1):
+        buffer.admit(make_prompt(prompt_id), 0)
+    buffer.deliver("g-0", make_scored(0, 1))
+    journal_of(buffer).commit()
+    again = RolloutBuffer(make_ledger(ManualClock()), make_writer(layout.rollouts))
+    today = (replace(make_prompt(prompt_id), token_ids=np.array([7, 7], np.int32)) for prompt_id in (0, 1))
+    again.restore(read_history(layout.rollouts, START), lambda _: next(today))
+    assert_same_prompt(again.ledger.group(0).prompt, make_prompt(0))
+    assert again.ledger.group(1).prompt.token_ids.tolist() == [7, 7]
+    assert not again.ledger.is_wanted(0, 1)
+    assert [again.ledger.is_wanted(0, 0), again.ledger.is_wanted(1, 0)] == [True, True]
+
+
+def test_a_rollout_of_another_prompt_than_was_admitted_is_sampled_again(
+    layout: RunLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = begin(layout, 0)
+    buffer.admit(make_prompt(0), 0)
+    other = make_scored(0, 0)
+    journal_of(buffer).add(replace(other, rollout=replace(other.rollout, prompt_id=5)), make_prompt(5), 0)
+    journal_of(buffer).commit()
+    history = read_history(layout.rollouts, START)
+    again = begin(layout, 1, history)
+    assert again.ledger.is_wanted(0, 0)
+    assert history.problems == ["rollout 1 answers another prompt than its group has"]
+    assert "rollout 1 answers another prompt than its group has: it is sampled again" in caplog.text
 
 
 def test_prompts_are_drawn_again_by_their_number_unless_it_is_lost(layout: RunLayout) -> None:
@@ -475,9 +510,9 @@ def test_what_a_checkpoint_knows_of_an_attempt_that_started_over_is_not_read_aga
     journal = open_journal(layout, "test", 1, 2, None)
     journal.note(Began(0, 2, goes_on=False))
     for group_id, index in itertools.product((0, 1), (0, 1)):
-        journal.add(make_scored(group_id, index), 0)
+        journal.add(make_scored(group_id, index), make_prompt(group_id), 0)
     position = journal.position  # of a checkpoint
-    journal.add(make_scored(2, 0), 0)
+    journal.add(make_scored(2, 0), make_prompt(2), 0)
     journal.commit()
     history = read_history(layout.rollouts, position)
     assert [record.sequence for record in history.rollouts] == [7]
@@ -524,7 +559,7 @@ def write_long_rollouts(layout: RunLayout, num_groups: int, length: int) -> None
     members = itertools.product(range(num_groups), range(2))
     files.append(
         [
-            JournalRecord(n, make_scored(group_id, index, length=length), 0)
+            make_record(n, make_scored(group_id, index, length=length), 0)
             for n, (group_id, index) in enumerate(members, 1)
         ]
     )

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 from crash_states import RecordedDisk, put
-from rollout_samples import assert_same_scored, make_scored
+from rollout_samples import assert_same_prompt, assert_same_scored, make_record, make_scored
 
 from rlhpc.base.native import crc32
 from rlhpc.base.ownership import take_over
@@ -43,7 +43,7 @@ SMALL = Sizes(rollouts=40, prompts=20, prompt_tokens=100, tokens=300, text_bytes
 
 def make_records(count: int, first: int = 0, group_size: int = 3) -> list[JournalRecord]:
     return [
-        JournalRecord(i + 1, make_scored(i // group_size, i % group_size), admitted_version=i // 6)
+        make_record(i + 1, make_scored(i // group_size, i % group_size), admitted_version=i // 6)
         for i in range(first, first + count)
     ]
 
@@ -52,7 +52,7 @@ def make_golden_records() -> list[JournalRecord]:
     """With all that a journal can say."""
     scored = make_scored(2, 0, length=12, token_rewards={0: 0.1 + 0.2, 11: -1e-300}, finish_reason=FinishReason.LENGTH)
     error = make_scored(2, 1, verdict=Verdict.VERIFIER_ERROR, detail="\ud800 timed out", reward_parts={})
-    return [*make_records(6), JournalRecord(7, scored, 1), JournalRecord(8, error, 1)]
+    return [*make_records(6), make_record(7, scored, 1), make_record(8, error, 1)]
 
 
 def make_files(directory: Path, first_sequence: int = 1, room: Sizes = SMALL, **changes: object) -> JournalFiles:
@@ -80,17 +80,16 @@ def assert_same_records(found: Sequence[JournalRecord], expected: Sequence[Journ
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.admitted_version == theirs.admitted_version
         assert_same_scored(mine.scored, theirs.scored)
+        assert_same_prompt(mine.prompt, theirs.prompt)
 
 
 def test_what_is_appended_is_read_back_over_as_many_files_as_it_needs(tmp_path: Path) -> None:
     records = make_records(100)
-    records[7] = JournalRecord(
-        8, make_scored(2, 1, verdict=Verdict.VERIFIER_ERROR, detail="\ud800", reward_parts={}), 1
-    )
-    records[8] = JournalRecord(9, make_scored(2, 2, length=290, finish_reason=FinishReason.LENGTH), 1)
+    records[7] = make_record(8, make_scored(2, 1, verdict=Verdict.VERIFIER_ERROR, detail="\ud800", reward_parts={}), 1)
+    records[8] = make_record(9, make_scored(2, 2, length=290, finish_reason=FinishReason.LENGTH), 1)
     token_rewards = {0: 0.1 + 0.2, 2: -1e-300}  # and no parts, which lie before them
-    records[40] = JournalRecord(41, make_scored(13, 1, length=3, token_rewards=token_rewards, reward_parts={}), 6)
-    records[41] = JournalRecord(42, make_scored(13, 2, length=3, token_rewards=token_rewards), 6)
+    records[40] = make_record(41, make_scored(13, 1, length=3, token_rewards=token_rewards, reward_parts={}), 6)
+    records[41] = make_record(42, make_scored(13, 2, length=3, token_rewards=token_rewards), 6)
     append_in_batches(make_files(tmp_path), records, 7)
     contents = list(read_journals(tmp_path))
     assert len(contents) > 2
@@ -103,7 +102,7 @@ def test_what_is_appended_is_read_back_over_as_many_files_as_it_needs(tmp_path: 
 def test_a_rollout_that_is_larger_than_a_file_gets_a_larger_file(tmp_path: Path) -> None:
     records = make_records(3)
     token_rewards = {place: 1 / (place + 1) for place in range(5000)}
-    records[1] = JournalRecord(2, make_scored(0, 1, length=5000, detail="x" * 9000, token_rewards=token_rewards), 0)
+    records[1] = make_record(2, make_scored(0, 1, length=5000, detail="x" * 9000, token_rewards=token_rewards), 0)
     make_files(tmp_path).append(records)
     assert_same_records(everything(tmp_path), records)
 
@@ -124,7 +123,7 @@ def test_h5py_reads_a_file_that_is_being_written(tmp_path: Path) -> None:
         )
         assert text[row["text_start"] :][: row["detail_bytes"]].decode() == record.scored.detail
         prompt = prompts[row["prompt_row"]]
-        assert (prompt["group_id"], prompt["num_tokens"]) == (rollout.group_id, len(rollout.prompt.token_ids))
+        assert (prompt["group_id"], prompt["num_tokens"]) == (rollout.group_id, len(record.prompt.token_ids))
 
 
 def test_rows_lie_as_their_types_say(tmp_path: Path) -> None:
@@ -138,7 +137,7 @@ def test_rows_lie_as_their_types_say(tmp_path: Path) -> None:
     expected = {
         "sequence": 6,
         "group_id": rollout.group_id,
-        "prompt_id": rollout.prompt.prompt_id,
+        "prompt_id": rollout.prompt_id,
         "reward": record.scored.reward,
         "sample_index": rollout.sample_index,
         "admitted_version": record.admitted_version,

@@ -16,7 +16,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from rollout_samples import ManualClock, assert_same_group, make_group, make_scored
+from rollout_samples import ManualClock, assert_same_group, make_group, make_prompt, make_scored
 
 from rlhpc.base.ownership import take_over
 from rlhpc.base.run_directory import RunLayout
@@ -66,9 +66,7 @@ def sample_groups() -> list[ResolvedGroup]:
             applied=False,
         ),
         ResolvedGroup(make_group(2), drop_reason=DropReason.NO_SPREAD),
-        ResolvedGroup(
-            RolloutGroup(3, verifier_error.rollout.prompt, 1, (verifier_error,)), drop_reason=DropReason.VERIFIER_ERROR
-        ),
+        ResolvedGroup(RolloutGroup(3, make_prompt(3), 1, (verifier_error,)), drop_reason=DropReason.VERIFIER_ERROR),
         ResolvedGroup(make_group(4, 0), drop_reason=DropReason.POISON),
         ResolvedGroup(make_group(5)),
         ResolvedGroup(make_group(6, 3, length=12, token_rewards={0: 0.1 + 0.2, 3: -1e-300, 11: 7.0})),
@@ -337,7 +335,7 @@ def test_arrays_of_unequal_length_are_refused_before_anything_is_written(tmp_pat
     scored = make_scored(0, 0, length=4)
     object.__setattr__(scored.rollout, "versions", np.zeros(3, np.int32))
     writer = make_writer(tmp_path)
-    writer.add(ResolvedGroup(RolloutGroup(0, scored.rollout.prompt, 0, (scored,))))
+    writer.add(ResolvedGroup(RolloutGroup(0, make_prompt(0), 0, (scored,))))
     with pytest.raises(SegmentError, match="rollout 0:0"):
         writer.seal()
     assert list(tmp_path.iterdir()) == []

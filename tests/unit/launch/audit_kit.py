@@ -261,7 +261,7 @@ class AuditedRun:
         rollout = Rollout(
             group_id=group_id,
             sample_index=index,
-            prompt=record.prompt,
+            prompt_id=record.prompt.prompt_id,
             token_ids=np.arange(length, dtype=np.int32),
             behaviour_logprobs=np.full(length, -0.5, np.float32),
             versions=np.array(versions, np.int32),

@@ -214,19 +214,19 @@ class TextRun:
         """Of completions with their rewards; a negative reward is a failed verifier.  step −1: dropped."""
         number, self._num_groups = self._num_groups, self._num_groups + 1
         asked = Prompt(number, task, self.tokens(prompt), "#### 7")
-        members = [self._scored(number, index, asked, *each) for index, each in enumerate(completions)]
+        members = [self._scored(number, index, number, *each) for index, each in enumerate(completions)]
         group = RolloutGroup(number, asked, max(0, step - 1), tuple(members))
         if step < 0:
             return ResolvedGroup(group, drop_reason=DropReason.NO_SPREAD)
         return ResolvedGroup(group, step, trained_version=step, applied=True)
 
-    def _scored(self, group_id: int, index: int, prompt: Prompt, text: str, reward: float) -> ScoredRollout:
+    def _scored(self, group_id: int, index: int, prompt_id: int, text: str, reward: float) -> ScoredRollout:
         token_ids = self.tokens(text + EOS)
         verdict = Verdict.VERIFIER_ERROR if reward < 0 else Verdict.CORRECT if reward > 0.5 else Verdict.WRONG
         rollout = Rollout(
             group_id,
             index,
-            prompt,
+            prompt_id,
             token_ids,
             -np.linspace(0, 2, len(token_ids), dtype=np.float32),
             np.sort(np.arange(len(token_ids), dtype=np.int32) % 3),

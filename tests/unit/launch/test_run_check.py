@@ -27,12 +27,12 @@ from rlhpc.base.native import crc32
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.history import Admitted, Began, Dropped, Event, GroupEventLog, Taken, Trained
-from rlhpc.buffer.journal import JournalFiles, JournalRecord, read_journal
+from rlhpc.buffer.journal import JournalFiles, read_journal
 from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.protocol.errors import EXIT_CONFIG
-from tests.unit.buffer.rollout_samples import ManualClock, make_draft, make_group, make_scored, piece_of
+from tests.unit.buffer.rollout_samples import ManualClock, make_draft, make_group, make_record, make_scored, piece_of
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import flip_one_bit, save
 
@@ -76,7 +76,7 @@ JOURNAL_FROM_4 = {"journal": {"attempt": 0, "num_events": 0, "num_rollouts": 3}}
 def write_journal(layout: RunLayout, indices: range, attempt: int = 0) -> None:
     """Rollouts of two a group, numbered from 1, of which five fit a file."""
     room = Sizes(rollouts=5, prompts=5, prompt_tokens=100, tokens=300, text_bytes=4000)
-    records = [JournalRecord(i + 1, make_scored(i // 2, i % 2), 0) for i in indices]
+    records = [make_record(i + 1, make_scored(i // 2, i % 2), 0) for i in indices]
     files = JournalFiles(layout.rollouts, run_name="run", attempt=attempt, first_sequence=indices[0] + 1, room=room)
     files.append(records)
     files.close()
@@ -362,7 +362,7 @@ def append_for_ever() -> None:
     log.add(Began(0, 12, goes_on=True))
     for batch in itertools.count():
         numbers = range(13 + 16 * batch, 29 + 16 * batch)
-        files.append([JournalRecord(n, make_scored(n // 2, n % 2, length=128), 0) for n in numbers])
+        files.append([make_record(n, make_scored(n // 2, n % 2, length=128), 0) for n in numbers])
         log.add(Admitted(5 + batch, 5 + batch, 0))
         log.commit(log.num_pending)
         print(batch, flush=True)

@@ -114,10 +114,10 @@ async def test_what_an_agent_was_given_is_what_is_trained_and_what_it_said_is_ma
         assert [tokenizer.decode(turn) for turn in ended] == json.loads(scored.detail)
         np.testing.assert_array_equal(rollout.behaviour_logprobs[rollout.loss_mask], table[np.concatenate(turns)])
         assert (rollout.behaviour_logprobs[~rollout.loss_mask] == 0).all()
-        text = tokenizer.decode(np.concatenate([rollout.prompt.token_ids, rollout.token_ids]), keep_special_tokens=True)
+        text = tokenizer.decode(np.concatenate([host.prompt.token_ids, rollout.token_ids]), keep_special_tokens=True)
         said = "<bos><turn>system: Be brief.</turn>\n<turn>user: What is 6 times 7?</turn>\n<turn>assistant: "
         assert text.startswith(said)
-        assert scored.reward_parts["length"] == len(rollout.prompt.token_ids) + len(rollout.token_ids)
+        assert scored.reward_parts["length"] == len(host.prompt.token_ids) + len(rollout.token_ids)
     assert len({rollout.rollout.token_ids.tobytes() for rollout in found}) == 3
 
 
@@ -167,9 +167,7 @@ async def test_text_completions_are_recorded_as_they_were_sampled_and_read(model
         scored = await host.one()
     assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
     assert [list(turn) for turn in turns_of(scored.rollout)] == json.loads(scored.detail)
-    whole = host.tokenizer.decode(
-        [*scored.rollout.prompt.token_ids, *scored.rollout.token_ids], keep_special_tokens=True
-    )
+    whole = host.tokenizer.decode([*host.prompt.token_ids, *scored.rollout.token_ids], keep_special_tokens=True)
     beginning = DialogueTemplate(host.tokenizer).beginning
     assert whole.startswith(f"{beginning}What is 6 times 7?\nIt is")
     assert " or" in whole
@@ -184,7 +182,7 @@ async def test_token_ids_of_a_prompt_are_those_of_the_row(model: Path, monkeypat
     async with AgentsHost.running(config_with(model, function("by_token_ids"))) as host:
         scored = await host.one()
     assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
-    row = [*scored.rollout.prompt.token_ids.tolist(), *scored.rollout.token_ids.tolist()]
+    row = [*host.prompt.token_ids.tolist(), *scored.rollout.token_ids.tolist()]
     assert row == json.loads(scored.detail)
     assert len(turns_of(scored.rollout)) == 3
 

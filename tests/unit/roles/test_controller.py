@@ -180,7 +180,7 @@ async def test_metrics_that_cannot_be_written_keep_no_rollouts_from_the_disk(
     channels = [MemoryServer(spec) for spec in (CONTROL, LEASES, BATCHES)]
     controller = assemble(context_of("controller", 0, layout, config), *channels)
     member = scored(7, 0)
-    group = RolloutGroup(7, member.rollout.prompt, 0, (member,))
+    group = RolloutGroup(7, prompt(7), 0, (member,))
     controller.state.segments.add(ResolvedGroup(group, consumed_step=0, trained_version=0, applied=True))
     monkeypatch.setattr(controller.recorder, "close", refuse)
     with pytest.raises(OSError, match="metrics hangs"):

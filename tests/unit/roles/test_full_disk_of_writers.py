@@ -76,7 +76,7 @@ def journal(place: Place) -> Writer:
 
     def write() -> None:
         first = files.next_sequence
-        files.append([JournalRecord(first + i, scored(first + i, 0), 0) for i in range(1500)])
+        files.append([JournalRecord(first + i, scored(first + i, 0), prompt(first + i), 0) for i in range(1500)])
 
     return Writer(
         write, lambda: sum(len(content.records) for content in read_journals(place.layout.rollouts)), JournalError

@@ -38,7 +38,7 @@ from rlhpc.roles.generator.sampling import Outbox
 from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock, make_draft, make_ledger, make_prompt, part_of, piece_of
-from tests.unit.roles.small_ring import make_buffer, scored, small_config
+from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config
 
 # ---------------------------------------------------------------------------------------------------------------- lanes
 #
@@ -162,7 +162,7 @@ class Pair:
         _, delivery = await self.leases.receive(PATIENCE_S)
         assert isinstance(delivery, Delivery)
         if has:
-            self.journal.add(delivery.scored, 0)
+            self.journal.add(delivery.scored, prompt(delivery.scored.rollout.prompt_id), 0)
         self.journaling.received("generator-0", delivery)
         return delivery
 
@@ -190,7 +190,7 @@ async def running(pair: Pair) -> AsyncIterator[asyncio.Task[None]]:
 async def test_nothing_is_acknowledged_beyond_a_delivery_that_did_not_arrive(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     for index in range(3):
-        await pair.outbox.deliver(pair.client, scored(index, 0), 0)
+        await pair.outbox.deliver(pair.client, prompt(index), scored(index, 0), 0)
     await pair.hear()
     await pair.leases.receive()  # lost
     await pair.hear()
@@ -210,7 +210,7 @@ async def test_nothing_is_acknowledged_beyond_a_delivery_that_did_not_arrive(tmp
 async def test_a_generator_whose_acknowledgement_was_lost_gets_another_when_it_delivers_again(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     async with running(pair):
-        await pair.outbox.deliver(pair.client, scored(0, 0), 0)
+        await pair.outbox.deliver(pair.client, prompt(0), scored(0, 0), 0)
         await pair.hear()
         assert (await pair.client.receive(PATIENCE_S)).number == 1  # lost with a connection
         repeating = asyncio.create_task(pair.outbox.repeat(pair.client))
@@ -223,11 +223,11 @@ async def test_a_generator_whose_acknowledgement_was_lost_gets_another_when_it_d
 async def test_the_next_controller_gets_what_the_last_one_did_not_acknowledge(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     async with running(pair):
-        await pair.outbox.deliver(pair.client, scored(0, 0), 0)
+        await pair.outbox.deliver(pair.client, prompt(0), scored(0, 0), 0)
         await pair.hear()
         assert await pair.acknowledged() == 1
     for index in (1, 2):
-        await pair.outbox.deliver(pair.client, scored(index, 0), 0)  # and the controller is killed
+        await pair.outbox.deliver(pair.client, prompt(index), scored(index, 0), 0)  # and the controller is killed
     successor = MemoryServer(LEASES)
     pair.leases, pair.client = successor, successor.connect("generator-0")
     pair.journaling = Journaling(pair.journal, successor, asyncio.get_running_loop().time, DiskLane("journal"))
@@ -246,17 +246,17 @@ async def test_a_generator_that_was_started_again_is_not_told_to_forget_what_its
     pair = Pair(tmp_path)
     async with running(pair):
         for index in range(5):
-            await pair.outbox.deliver(pair.client, scored(index, 0), 0)
+            await pair.outbox.deliver(pair.client, prompt(index), scored(index, 0), 0)
             await pair.hear()
         while await pair.acknowledged() < 5:
             pass
         old, pair.outbox = pair.outbox, Outbox()
-        await pair.outbox.deliver(pair.client, scored(5, 0), 0)
+        await pair.outbox.deliver(pair.client, prompt(5), scored(5, 0), 0)
         await pair.leases.receive()  # lost
-        await pair.outbox.deliver(pair.client, scored(6, 0), 0)
+        await pair.outbox.deliver(pair.client, prompt(6), scored(6, 0), 0)
         await pair.hear()
         await pair.journaling.durable()
-        await old.deliver(pair.client, scored(7, 0), 0)
+        await old.deliver(pair.client, prompt(7), scored(7, 0), 0)
         old.acknowledged(Delivered(9, "another"))
         assert (pair.outbox.num_kept, old.num_kept) == (2, 1)
 
@@ -275,7 +275,7 @@ async def test_a_disk_that_refuses_is_tried_again_and_nothing_is_acknowledged_me
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     async with running(pair):
-        await pair.outbox.deliver(pair.client, scored(0, 0), 0)
+        await pair.outbox.deliver(pair.client, prompt(0), scored(0, 0), 0)
         await pair.hear()
         await pair.journaling.durable()
         assert await pair.acknowledged() == 1
@@ -291,7 +291,7 @@ async def test_a_disk_that_refuses_for_too_long_ends_the_run(tmp_path: Path, mon
     pair.journaling._patience._limit_s = 0.05
     pair.layout.rollouts.rmdir()
     async with running(pair) as task:
-        await pair.outbox.deliver(pair.client, scored(0, 0), 0)
+        await pair.outbox.deliver(pair.client, prompt(0), scored(0, 0), 0)
         await pair.hear()
         with pytest.raises(JournalError, match="cannot be written"):
             await asyncio.wait_for(task, PATIENCE_S)

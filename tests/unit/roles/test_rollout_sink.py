@@ -10,13 +10,19 @@ import pytest
 from rlhpc.algorithms.samples import RewardShaping
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.lost_leases import LostLeases
+from rlhpc.buffer.prefixes import id_checksum
 from rlhpc.config.tables_algorithm import ShapingConfig
 from rlhpc.protocol.errors import LedgerError, RoleFailed, StarvedError
-from rlhpc.protocol.types import FinishReason, RolloutGroup, Verdict
+from rlhpc.protocol.types import FinishReason, RolloutGroup, ScoredRollout, Verdict
 from rlhpc.rewards.outcomes import KILLS_ITS_WORKER, ErrorGate
 from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.state import Totals
 from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, scored, small_config
+
+
+def receive(sink: RolloutSink, member: ScoredRollout, holder: str = "generator-0") -> bool:
+    """Bring it as a generator that had its prompt with these tokens."""
+    return sink.receive(holder, member, id_checksum(prompt(member.rollout.prompt_id).token_ids))
 
 
 class Door:
@@ -37,12 +43,12 @@ class Door:
     def bring(self, group_id: int, *rewards: float) -> list[bool]:
         """Bring members 0, 1, … of a group."""
         members = (scored(group_id, index, reward) for index, reward in enumerate(rewards))
-        return [self.sink.receive("generator-0", member) for member in members]
+        return [receive(self.sink, member) for member in members]
 
     def fail(self, group_id: int, detail: str = "no compiler") -> bool:
         """Bring a member whose verifier failed."""
         member = scored(group_id, 0, 0.0, verdict=Verdict.VERIFIER_ERROR, detail=detail)
-        return self.sink.receive("generator-0", member)
+        return receive(self.sink, member)
 
 
 @pytest.fixture
@@ -58,21 +64,6 @@ def test_a_group_with_spread_is_kept_and_only_its_last_member_changes_anything(d
     assert door.buffer.ledger.counts()["finished"] == 1
 
 
-def test_a_long_reference_is_kept_once_for_a_group(door: Door) -> None:
-    """Every rollout brings its own copy along: two megabytes of tests would be kept 64 times."""
-    long = "assert " * 200
-    record = door.buffer.ledger.open_record(0)
-    assert record is not None
-    record.prompt = replace(record.prompt, reference=long)
-    for sample_index, reward in enumerate((0.0, 1.0)):
-        brought = scored(0, sample_index, reward)
-        theirs = replace(brought.rollout.prompt, reference="".join(long))
-        door.sink.receive("g0", replace(brought, rollout=replace(brought.rollout, prompt=theirs)))
-    (group,) = door.buffer.finished()
-    assert all(member.rollout.prompt.reference is record.prompt.reference for member in group.members)
-    assert [member.reward for member in group.members] == [0.0, 1.0]
-
-
 def test_a_group_without_spread_frees_its_slot_at_once_and_is_recorded(door: Door) -> None:
     assert not door.buffer.ledger.has_slot
     assert door.bring(0, 1.0, 1.0) == [False, True]
@@ -86,7 +77,7 @@ def test_a_group_without_spread_frees_its_slot_at_once_and_is_recorded(door: Doo
 
 def test_a_verifier_error_drops_the_group_and_is_never_a_reward_of_zero(door: Door) -> None:
     door.bring(0, 1.0)
-    assert door.sink.receive("generator-0", scored(0, 1, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="hung"))
+    assert receive(door.sink, scored(0, 1, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="hung"))
     assert door.buffer.ledger.counts()["dropped_verifier_error"] == 1
     assert door.sink.drain().groups == []
     assert door.fail(1)
@@ -116,9 +107,9 @@ def test_groups_without_spread_in_a_row_end_the_run_with_advice(
         cut = FinishReason.LENGTH
         members = [replace(each, rollout=replace(each.rollout, finish_reason=cut)) for each in members]
     for each in members[:-1]:
-        door.sink.receive("generator-0", each)
+        receive(door.sink, each)
     with pytest.raises(StarvedError, match=says) as starved:
-        door.sink.receive("generator-0", members[-1])
+        receive(door.sink, members[-1])
     assert "\n" not in str(starved.value)
     if shaping:  # the limit is blamed, and not the task
         assert not any(words in str(starved.value) for words in ("no answer is right", "too easy", "trains regardless"))
@@ -190,12 +181,12 @@ def test_in_a_deterministic_run_a_rollout_of_other_weights_is_not_taken(tmp_path
     strict = RolloutSink(door.buffer, ErrorGate(1.0), small_config().admission, of_one_version=True)
     later = scored(0, 0)
     later.rollout.versions[-1] = 1
-    assert not strict.receive("generator-1", later)
+    assert not receive(strict, later, "generator-1")
     assert door.buffer.ledger.is_wanted(0, 0)
     later.rollout.versions[:] = 1
     with pytest.raises(LedgerError, match=r"sample 0 of group 0, admitted under version 0, .* by versions \[1\]"):
-        strict.receive("generator-0", later)
-    strict.receive("generator-0", scored(0, 0))
+        receive(strict, later)
+    receive(strict, scored(0, 0))
     assert not door.buffer.ledger.is_wanted(0, 0)
 
 
@@ -226,8 +217,8 @@ class Judged:
         self, group_id: int, index: int, prompt_id: int, verdict: Verdict, detail: str = "", failure: str = ""
     ) -> None:
         member = scored(group_id, index, 0.0, verdict=verdict, detail=detail)
-        rollout = replace(member.rollout, prompt=prompt(prompt_id))
-        self.sink.receive("generator-0", replace(member, rollout=rollout, failure=failure))
+        rollout = replace(member.rollout, prompt_id=prompt_id)
+        receive(self.sink, replace(member, rollout=rollout, failure=failure))
 
 
 @pytest.mark.parametrize("failure", sorted(KILLS_ITS_WORKER))
@@ -306,9 +297,16 @@ def test_whoever_tolerates_every_error_is_told_all_the_same_when_no_batch_can_be
 def test_a_rollout_of_another_prompt_than_its_group_s_is_ignored(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     """A generator that has outlived a restart may have sampled a prompt that was drawn anew."""
     member = scored(0, 0, 1.0)
-    other = replace(member, rollout=replace(member.rollout, prompt=prompt(99)))
-    assert not door.sink.receive("generator-0", other)
+    other = replace(member, rollout=replace(member.rollout, prompt_id=99))
+    assert not receive(door.sink, other)
     assert "rollout 0:0 belongs to another prompt: ignored" in caplog.text
+    assert door.bring(0, 0.0, 1.0) == [False, True]
+
+
+def test_a_rollout_of_other_tokens_than_its_group_s_prompt_has_now_is_ignored(door: Door) -> None:
+    """The chat template writes the date, and the prompt was drawn again on another day."""
+    of_yesterday = id_checksum(prompt(0, (9, 8)).token_ids)
+    assert not door.sink.receive("generator-0", scored(0, 0, 1.0), of_yesterday)
     assert door.bring(0, 0.0, 1.0) == [False, True]
 
 
@@ -331,9 +329,9 @@ def test_pass_rates_are_told_of_every_finished_group_once_with_spread_or_without
     members = {0: (0.0, 1.0), 1: (1.0, 1.0), 2: (0.0,)}
     for group_id, rewards in members.items():
         for index, reward in enumerate(rewards):
-            sink.receive("generator-0", scored(group_id, index, reward))
-            sink.receive("generator-0", scored(group_id, index, reward))
-    sink.receive("generator-0", scored(3, 0, 0.0, verdict=Verdict.VERIFIER_ERROR))
+            receive(sink, scored(group_id, index, reward))
+            receive(sink, scored(group_id, index, reward))
+    receive(sink, scored(3, 0, 0.0, verdict=Verdict.VERIFIER_ERROR))
     assert prompts.told == [(0, 0, 0, 0.5), (1, 1, 1, 1.0)]
     back = [RolloutGroup(i, prompt(i), i, (scored(i, 0), scored(i, 1))) for i in (2, 3)]
     sink.restored([ResolvedGroup(back[0]), ResolvedGroup(back[1], drop_reason=DropReason.POISON)])

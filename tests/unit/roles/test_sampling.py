@@ -318,7 +318,13 @@ async def test_a_lease_of_what_is_being_sampled_begins_nothing_unless_it_is_of_a
     await generator.until(30)
     assert generator.engine.statistics().num_running == 1
     generator.sampling.start(lease_of(0, prompt_id=7))
-    assert (await session.delivered()).scored.rollout.prompt.prompt_id == 7
+    assert (await session.delivered()).scored.rollout.prompt_id == 7
+    assert generator.engine.statistics().num_running == 0
+    generator.sampling.start(lease_of(0, max_tokens=10_000))
+    await generator.until(20)
+    of_today = build.prompt(0, (9, 8))
+    generator.sampling.start(build.lease(0, (0,), max_tokens=5, prompt=of_today))
+    assert (await session.delivered()).prompt_checksum == id_checksum(of_today.token_ids)
     assert generator.engine.statistics().num_running == 0
     await session.end(generator.sampling)
 
@@ -390,8 +396,8 @@ async def test_a_dialogue_is_delivered_with_its_rewards_beside_a_rollout_of_one_
         talker.lease(0, 1)
         talker.lease(0, prompt_id=1)
         found = [await talker.delivered() for _ in range(3)]
-        plain = [each for each in found if each.rollout.prompt.prompt_id == 1]
-        dialogues = [each for each in found if each.rollout.prompt.prompt_id == 0]
+        plain = [each for each in found if each.rollout.prompt_id == 1]
+        dialogues = [each for each in found if each.rollout.prompt_id == 0]
         assert not talker.failures
     assert plain[0].rollout.loss_mask.all()
     for each in dialogues:

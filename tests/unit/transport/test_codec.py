@@ -76,7 +76,7 @@ def scored(length: int) -> ScoredRollout:
     rollout = Rollout(
         7,
         1,
-        prompt(),
+        3,
         rng.integers(0, 100_000, length, dtype=np.int32),
         -rng.random(length, dtype=np.float32),
         np.arange(length, dtype=np.int32),
@@ -100,9 +100,9 @@ def batch(num_tokens: int) -> m.BatchRows:
 
 
 MESSAGES = [
-    m.Delivery(7, 3, "outbox", 0, scored(1)),
-    m.Delivery(7, 3, "outbox", 0, scored(4096)),
-    m.Delivery(7, 3, "outbox", 2, scored(40_000)),
+    m.Delivery(7, 3, "outbox", 0, 1 << 31, scored(1)),
+    m.Delivery(7, 3, "outbox", 0, 1 << 31, scored(4096)),
+    m.Delivery(7, 3, "outbox", 2, 0, scored(40_000)),
     lease(),
     m.TrainBatch(4, PackedBatch(4, 4, (), (0, 1, 1, 0))),
     batch(64),
@@ -240,13 +240,10 @@ def test_runs_that_grow_beyond_their_message_are_sent_in_full_instead():
 
 def test_the_sender_learns_which_field_is_wrong():
     codec = Codec(TYPES)
-    wrong = Prompt(0, "math", np.arange(3, dtype=np.int64), "")
-    rollout = scored(4).rollout
-    bad = Rollout(1, 1, wrong, *(getattr(rollout, n) for n in ("token_ids", "behaviour_logprobs", "versions")),
-                  rollout.loss_mask, FinishReason.STOP)  # fmt: skip
+    wrong = replace(scored(4), rollout=replace(scored(4).rollout, token_ids=np.arange(4, dtype=np.int64)))
     with pytest.raises(ProtocolError) as error:
-        codec.encode(m.Delivery(1, 1, "", 0, ScoredRollout(bad, 1.0, Verdict.WRONG)), 0)
-    assert error.value.field == "Delivery.scored.rollout.prompt.token_ids"
+        codec.encode(m.Delivery(1, 1, "", 0, 0, wrong), 0)
+    assert error.value.field == "Delivery.scored.rollout.token_ids"
     assert "<i8" in error.value.why
     assert "<i4" in error.value.why
 
@@ -339,7 +336,7 @@ CODEC = Codec(TYPES)
 
 
 def originals() -> list[list[bytes]]:
-    messages = [MESSAGES[0], m.Delivery(3, 2, "outbox", 1, scored(6_000)), lease()]
+    messages = [MESSAGES[0], m.Delivery(3, 2, "outbox", 1, 5, scored(6_000)), lease()]
     messages += [m.Heartbeat("running", "", 1), m.StepReport(1, 1, True, {"x": 2.0})]
     return [[bytes(frame) for frame in CODEC.encode(message, 77)] for message in messages]
 
