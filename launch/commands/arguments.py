@@ -6,11 +6,11 @@ Output: a parser whose result has the command's name as `command`.
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rlhpc.base.near_names import nearest
 from rlhpc.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -557,4 +557,4 @@ def similar_command(word: str) -> str:
     names = [command.name for command in _COMMANDS]
     if word in names or word.startswith("-"):
         return ""
-    return _ELSEWHERE.get(word) or next(iter(difflib.get_close_matches(word, names, n=1)), "")
+    return _ELSEWHERE.get(word) or "".join(nearest(word, names))

@@ -5,12 +5,12 @@ Input: configs/gsm8k.toml and configs/recipes/*.toml.  Output: a table, or one f
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.common.text import aligned
 from rlhpc.base.files import write_atomically
+from rlhpc.base.near_names import near_hint
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import ConfigError
@@ -79,9 +79,7 @@ def copy_recipe(name: str, into: Path, directory: Path = DIRECTORY) -> Path:
     """Write the recipe's file into a directory that exists; return its path.  Raises ConfigError, OSError."""
     recipes = known_recipes(directory)
     if name not in recipes:
-        meant = difflib.get_close_matches(name, recipes, n=1)
-        hint = f" (did you mean {meant[0]}?)" if meant else ""
-        raise ConfigError(f"recipe {name!r}: unknown; legal: {', '.join(recipes)}{hint}")
+        raise ConfigError(f"recipe {name!r}: unknown; legal: {', '.join(recipes)}{near_hint(name, recipes)}")
     if not into.is_dir():
         raise ConfigError(f"{into} is not a directory; legal: one that exists")
     copy = into / f"{name}.toml"

@@ -8,7 +8,6 @@ nothing else is said.  Libraries that load slowly are imported where they are ne
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from launch.common.text import written_unix_s
 from launch.run_directory.owner import launcher_of
 from launch.run_files.records import JobRecord, read_failures, read_job_records
 from launch.run_files.run_state import Event, event_of, lines_from_the_end, read_document, run_name, saved_step
+from rlhpc.base.near_names import near_hint
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import ConfigError, SegmentError
 from rlhpc.training.checkpoint_directory import AttemptTimeline, KnownCheckpoints
@@ -498,9 +498,8 @@ def whole(value: object) -> int | None:
 def hint(pattern: str, names: Iterable[str]) -> str:
     """What may be meant instead of a name, or pattern, that none of these matches."""
     known = [*names]
-    close = difflib.get_close_matches(pattern, known, n=1)
     families = sorted({name.partition("/")[0] for name in known})
-    return f" (did you mean {close[0]}?)" if close else f"; it has {', '.join(f'{each}/*' for each in families)}"
+    return near_hint(pattern, known) or f"; it has {', '.join(f'{each}/*' for each in families)}"
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,12 +15,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhpc.base.near_names import near_hint, nearest
 from rlhpc.protocol.errors import ConfigError
 
 # ---------------------------------------------------------------------------------------------------------- code digest
@@ -62,8 +62,8 @@ def is_import_path(text: str) -> bool:
 
 def did_you_mean(text: str, names: Collection[str]) -> str:
     """Return a hint on what a text means that is neither one of the names nor an import path; "" if nothing is near."""
-    if close := get_close_matches(text, names, 1, 0.85):
-        return f" (did you mean {close[0]}?)"
+    if nearest(text, names, cutoff=0.85):
+        return near_hint(text, names, cutoff=0.85)
     file, colon, name = text.partition(":")
     directory, _, module = file.removesuffix(".py").rpartition("/")
     if colon and is_import_path(f"{module}:{name}") and file != module:
@@ -71,7 +71,7 @@ def did_you_mean(text: str, names: Collection[str]) -> str:
     dotted = ":".join(text.rsplit(".", 1))
     if not colon and is_import_path(dotted):  # as Python writes it
         return f" (did you mean {dotted}?)"
-    return _nearest(text, names)
+    return near_hint(text, names)
 
 
 def look_up(key: str, path: str, said: str | None = None, *, is_class: bool = False) -> None:
@@ -109,7 +109,7 @@ def look_up(key: str, path: str, said: str | None = None, *, is_class: bool = Fa
         public = [node.name for node in module_text.body if isinstance(node, kind) and not node.name.startswith("_")]
         more = f" and {len(public) - MOST_NAMES} more" if len(public) > MOST_NAMES else ""
         listed = f"its {'classes' if is_class else 'functions'}: {', '.join(public[:MOST_NAMES]) or 'none'}{more}"
-        raise ConfigError(f"{value}: {source} has no {name!r}; {listed}{_nearest(name, public)}")
+        raise ConfigError(f"{value}: {source} has no {name!r}; {listed}{near_hint(name, public)}")
 
 
 def parameters(path: str) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ def refuse_unknown(
             legal = ", ".join(names) or f"leave it out: {called} has no parameters but {', '.join(given) or 'none'}"
             raise ConfigError(
                 f"{key}.{name}={value!r}: {called} has no such parameter{place_of(function)}; legal: {legal}"
-                f"{_nearest(name, names)}"
+                f"{near_hint(name, names)}"
             )
 
 
@@ -240,11 +240,6 @@ def place_of(function: Callable[..., Any]) -> str:
         getattr(function, "__init__", None), "__code__", None
     )
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-
-
-def _nearest(name: str, names: Collection[str]) -> str:
-    close = get_close_matches(name, names, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def try_out(

@@ -6,7 +6,6 @@ place, the value and what is legal.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
 from rlhpc.base.files import is_absent, write_atomically
+from rlhpc.base.near_names import nearest
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.foreign import counterpart_of, in_words, is_theirs, section_in_words
 from rlhpc.config.rules import Config
@@ -279,17 +279,15 @@ def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: s
 def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
     """Say that a key does not exist, which do, and which one may be meant: one of a similar name, or one elsewhere."""
     name = key.rpartition(".")[2]
-    turned = [each for each in legal if sorted(each) == sorted(name)]  # "taks": nearer than "tasks"
-    close = turned[:1] or difflib.get_close_matches(name, legal, n=1)
-    meant = [*close, *(place for place in elsewhere if place.rpartition(".")[2] not in legal)][:MOST_HINTS]
-    hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
+    meant = [*nearest(name, legal), *(place for place in elsewhere if place.rpartition(".")[2] not in legal)]
+    hint = f" (did you mean {' or '.join(meant[:MOST_HINTS])}?)" if meant else ""
     return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)}{hint}"
 
 
 def _places_of(name: str) -> list[str]:
     """Every place at which a key of this name is legal, or else of a similar one."""
     keys = {f"{section}.{key}": key for section, model in _SECTIONS.items() for key in model.model_fields}
-    similar = difflib.get_close_matches(name, set(keys.values()), n=1, cutoff=0.8)
+    similar = nearest(name, sorted({*keys.values()}), cutoff=0.8)
     wanted = name if name in keys.values() else similar[0] if similar else None
     return sorted((place for place, key in keys.items() if key == wanted), key=_rarity)
 

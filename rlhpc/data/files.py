@@ -13,11 +13,11 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from rlhpc.base.files import is_lfs_pointer, write_atomically
+from rlhpc.base.near_names import near_hint
 from rlhpc.config.tables import COMPRESSIONS
 from rlhpc.protocol.errors import DataError
 
@@ -166,10 +166,8 @@ def _chosen(path: Path, split: str, names: list[str]) -> list[str]:
         return names
     wanted = split if split in named else _CANONICAL.get(split, split)
     if wanted not in named:
-        close = get_close_matches(split, named, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         has = f"has the splits {', '.join(named)}" if named else "has no files named after a split"
-        raise DataError(f"data.split={split!r}: data.path={path} {has}{hint}")
+        raise DataError(f"data.split={split!r}: data.path={path} {has}{near_hint(split, named)}")
     return [wanted]
 
 
@@ -188,8 +186,7 @@ def _forms() -> str:
 
 
 def _meant(path: Path, parent: Path) -> str:
-    close = get_close_matches(path.name, [entry.name for entry in parent.iterdir()], 1)
-    return f" (did you mean {close[0]}?)" if close and parent == path.absolute().parent else ""
+    return near_hint(path.name, [each.name for each in parent.iterdir()]) if parent == path.absolute().parent else ""
 
 
 def _remedy(path: Path) -> str:

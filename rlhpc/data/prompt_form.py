@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import takewhile
 from string import Formatter
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.base.near_names import near_hint
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.data.files import kind
 from rlhpc.data.record_source import Record, is_unicode
@@ -333,11 +333,9 @@ class PromptForm:
         field = self._data.task_field
         if field and not any(record.has(field) for record in records):
             names = sorted({name for record in records[:100] for name in record.fields})
-            close = get_close_matches(field, names, 1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise DataError(
                 f"data.task_field={field!r}: no record has such a field, the first, {records[0].source}, has "
-                f"{', '.join(map(repr, records[0].fields))}{hint}"
+                f"{', '.join(map(repr, records[0].fields))}{near_hint(field, names)}"
             )
 
     def reference_lengths(self, records: Sequence[Record]) -> list[int]:
@@ -494,11 +492,9 @@ def task_of(record: Record, data: DataConfig) -> str:
         return data.task
     value = record.text(data.task_field, "data.task_field")
     if value not in data.tasks:
-        close = get_close_matches(value, data.tasks, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise DataError(
             f"{record.source}: field {data.task_field!r} is {value!r}, which is not in "
-            f"data.tasks: {', '.join(map(repr, data.tasks))}{hint}"
+            f"data.tasks: {', '.join(map(repr, data.tasks))}{near_hint(value, data.tasks)}"
         )
     return data.tasks[value]
 

@@ -17,11 +17,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rlhpc.base.files import write_atomically
+from rlhpc.base.near_names import near_hint, nearest
 from rlhpc.base.processes import child_command, child_environment, own_home
 from rlhpc.config.tables import MADE, MOST_PROBLEMS, WHOLE_RECORD, DataConfig
 from rlhpc.data.files import dataset_files, kind, read_rows
@@ -131,8 +131,9 @@ class Record:
             has = f"has {_listed(names)}"
         else:
             has, names = f"is {kind(here)}", []
-        close = _closest(name, inside, names)
-        hint = f" (did you mean {close}?)" if close else ""
+        part = name[len(inside) + 1 if inside else 0 :].partition(".")[0]
+        meant = [".".join(filter(None, (inside, near))) for near in nearest(part, names)]
+        hint = f" (did you mean {meant[0]}?)" if meant else ""
         return f"no field {name!r}, which {key} names; {what} {has}{hint}"
 
     def _as_text(self, name: str, key: str) -> str:
@@ -200,12 +201,6 @@ def _inner(value: Any, part: str) -> tuple[Any, bool]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "no fields"
-
-
-def _closest(name: str, inside: str, names: list[str]) -> str:
-    part = name[len(inside) + 1 :].partition(".")[0] if inside else name.partition(".")[0]
-    found = get_close_matches(part, names, 1)
-    return ".".join(filter(None, (inside, *found))) if found else ""
 
 
 # ------------------------------------------------------------------------------------------------- reasoning gym source
@@ -370,10 +365,9 @@ def _plain(value: Any) -> Any:
 
 
 def _meant(name: str, legal: Any) -> str:
-    close = get_close_matches(name, legal, 3)
     names = sorted(legal)
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-    return f"legal: {shown}" + (f" (did you mean {' or '.join(close)}?)" if close else "")
+    return f"legal: {shown}{near_hint(name, legal, most=3)}"
 
 
 if __name__ == "__main__":
