@@ -6,12 +6,14 @@ Output: a parser whose result has the command's name as `command`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from launch.common.text import optional_module, without_dots
 from rlhpc.base.near_names import nearest
-from rlhpc.protocol.errors import ConfigError
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 
 if TYPE_CHECKING:
     from launch.run_directory.prepare import ResumePoint
@@ -19,10 +21,7 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 #
-# Arguments shared by commands of `rlhpc`: what `rlhpc COMMAND --help` lists.
-#
-# Input: an argument parser.  Output: the same parser with arguments added.  Imports nothing heavy, because every
-# command loads this module.
+# What `rlhpc COMMAND --help` lists: _takes_COMMAND adds the arguments of a command to its parser.
 
 
 MOST_ROWS = 40  # of a list
@@ -30,6 +29,8 @@ _BEGINNINGS = ("--resume", "--fresh", "--from-start", "--no-replay", "--step")
 _OF_PREDICTIONS = {
     "from_run": "--from", "mean_tokens": "--mean-tokens", "dropped_share": "--dropped-share", "json": "--json"
 }  # fmt: skip
+_Parser = argparse.ArgumentParser
+_Place = argparse._ActionsContainer  # a parser, or a group of its arguments
 
 
 def number(text: str) -> int:
@@ -47,229 +48,368 @@ def decimal(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r}; legal: a number, without a unit") from None
 
 
-def takes_submission(parser: argparse.ArgumentParser) -> None:
-    """Run file, site file, and how to submit."""
-    takes_run_file(parser)
-    takes_site_file(parser)
-    takes_overrides(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the jobs as `rlhpc plan` does; submit nothing")
-    _takes_beginning(parser)
-    parser.add_argument("--seeds", metavar="N|S,S", help="N runs with different run.seed, or one for each seed S")
-    sweep = "submit a run for each value; repeated for several keys: for every combination"
-    parser.add_argument("--sweep", action="append", default=[], metavar="key=v,v", help=sweep)
-    takes_waiting(parser)
+def _value(to: _Place, name: str, metavar: str, text: str, type: Callable[[str], Any] = str, **how: Any) -> None:
+    to.add_argument(name, metavar=metavar, help=text, type=type, **how)
 
 
-def _takes_beginning(parser: argparse.ArgumentParser) -> None:
+def _words(to: _Place, name: str, metavar: str, text: str, type: Callable[[str], Any] = str) -> None:
+    """Any number of words.  With a default, or argparse would list them as required."""
+    to.add_argument(name, nargs="*", default=[], metavar=metavar, help=text, type=type)
+
+
+def _flag(to: _Place, *names_and_text: str, **how: Any) -> None:
+    *names, text = names_and_text
+    to.add_argument(*names, action="store_true", help=text, **how)
+
+
+def _takes_json(parser: _Place, text: str = "JSON output for programs") -> None:
+    _flag(parser, "--json", text)
+
+
+def _takes_run_directory(parser: _Place) -> None:
+    _value(parser, "run_dir", "RUN_DIR", "directory of a run, e.g. runs/NAME", Path)
+
+
+def _takes_run_file(parser: _Place) -> None:
+    _value(parser, "run_file", "RUN.toml", "run file: what is trained, and how", Path)
+
+
+def _takes_site_file(parser: _Place) -> None:
+    _value(parser, "site_file", "SITE.toml", "site file: partitions, GPUs, time", Path)
+
+
+def _takes_overrides(parser: _Place) -> None:
+    _words(parser, "overrides", "key=value", "override a key of the run file, e.g. trainer.learning_rate=2e-6")
+
+
+def _takes_beginning(parser: _Parser) -> None:
     """Whether a run goes on, and where, or starts over."""
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
-    again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
-    takes_resume_point(parser)
+    _flag(again, "--resume", "continue from the newest sound checkpoint")
+    _flag(again, "--fresh", "delete the run directory and start over")
+    _takes_resume_point(parser)
 
 
-def takes_waiting(parser: argparse.ArgumentParser) -> None:
+def _takes_resume_point(parser: _Parser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    _flag(where, "--from-start", "resume at step 0: set all checkpoints and rollouts aside")
+    _value(where, "--step", "N", "resume from this checkpoint; set newer ones aside", number)
+    text = "do not train the steps after the checkpoint again from the journal: sample new rollouts for them"
+    _flag(where, "--no-replay", text)
+    text = "sample the prompts again that were given up because generators or reward workers died of them"
+    _flag(parser, "--lift-quarantine", text)
+
+
+def _takes_waiting(parser: _Parser) -> None:
     """Whether to watch the run, and which job to wait for."""
-    parser.add_argument("--wait", action="store_true", help="watch the run until it ends; Ctrl-C leaves jobs running")
-    parser.add_argument("--after", metavar="JOB", help="start after this job has succeeded; also afterany:JOB, …")
+    _flag(parser, "--wait", "watch the run until it ends; Ctrl-C leaves jobs running")
+    _value(parser, "--after", "JOB", "start after this job has succeeded; also afterany:JOB, …")
 
 
-def takes_resume(parser: argparse.ArgumentParser) -> None:
-    """A run that was submitted, and what is to be other than before."""
-    takes_run_directory(parser)
-    again = "new site file, new settings; default: those of the last submit"
-    parser.add_argument("words", nargs="*", default=[], metavar="SITE.toml|key=value", help=again)
-    takes_resume_point(parser)
-    takes_waiting(parser)
+def _takes_run(parser: _Parser) -> None:
+    _takes_run_file(parser)
+    _takes_overrides(parser)
+    _takes_beginning(parser)
+    _flag(parser, "--quiet", "print nothing but what goes wrong")
+    _value(parser, "--max-retries", "N", "attempts after failed ones without a new checkpoint; default: 5", number)
 
 
-def takes_scale(parser: argparse.ArgumentParser) -> None:
-    """A run, and how many generators to add or remove."""
-    takes_run_directory(parser)
-    text = "site file; default: that of the last submit"
-    parser.add_argument("words", nargs="*", default=[], metavar="SITE.toml", help=text)
-    parser.add_argument("--generators", required=True, metavar="+N|-N", help="add N, or remove the N added last")
-    parser.add_argument("--partition", metavar="P", help="partition instead of the site file's; may be preemptible")
-    parser.add_argument("--time", metavar="T", help="time limit, instead of the site file's")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
+def _takes_check(parser: _Parser) -> None:
+    _value(parser, "run_file", "RUN.toml|RUN_DIR", "run file, or directory of a run", Path)
+    _takes_overrides(parser)
+    _takes_json(parser, "JSON output for programs (RUN_DIR only)")
+    _value(parser, "--site", "SITE.toml", "site file: refuse what does not fit its GPUs", Path)
 
 
-def takes_export(parser: argparse.ArgumentParser) -> None:
-    """A run, and where its model goes."""
-    takes_run_directory(parser)
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory to create")
-    parser.add_argument("--step", type=number, metavar="N", help="checkpoint to export; default: the newest sound one")
-    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
-    text = "dtype of the written weights; default: that of the model at model.path"
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
+def _takes_audit(parser: _Parser) -> None:
+    _takes_run_directory(parser)
+    _flag(parser, "--quick", "read neither tokens nor checksums: seconds on long runs")
+    _takes_json(parser)
 
 
-def takes_evaluation(parser: argparse.ArgumentParser) -> None:
-    """A model, a dataset, and how much to sample."""
-    model = "HF checkpoint, run directory, or one checkpoint in it"
-    parser.add_argument("model", type=Path, metavar="MODEL|RUN_DIR", help=model)
-    text = "a file or directory, as data.path; default: what [[evaluation]] of the run file says"
-    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help=text)
-    text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
-    text = "run file or run directory whose settings an HF checkpoint is evaluated with: template, limits, reward"
-    parser.add_argument("--run", type=Path, metavar="RUN", help=text)
-    parser.add_argument("--step", type=number, metavar="N", help="checkpoint of the run; default: the newest sound one")
-    text = "the moving average of the run's weights (trainer.ema_decay) instead of its weights"
-    parser.add_argument("--ema", action="store_true", default=None, help=text)
-    parser.add_argument("--samples", type=number, metavar="K", help="samples per prompt (default 1)")
-    parser.add_argument("--prompts", type=number, metavar="N", help="number of prompts, drawn at random; default: all")
-    text = "of sampling; 0: the most likely token each time (default 1)"
-    parser.add_argument("--temperature", type=decimal, metavar="T", help=text)
-    text = "where samples and figures go; default: evaluations/ in the run directory, or here"
-    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help=text)
-    parser.add_argument("--fresh", action="store_true", help="delete existing samples, and start over")
-    parser.add_argument("--json", action="store_true", help="JSON output for programs")
-    text = "evaluate each new checkpoint of a run until it ends; with curves for TensorBoard"
-    parser.add_argument("--follow", action="store_true", help=text)
-    parser.add_argument("--every", type=number, metavar="N", help="minimum steps between two evaluations (--follow)")
-    text = "keep the model with the best FIGURE, such as pass@1, as an HF checkpoint (--follow)"
-    parser.add_argument("--keep-best", metavar="FIGURE", help=text)
-    text = "stop the run after N evaluations without improvement (--follow --keep-best)"
-    parser.add_argument("--stop-after", type=number, metavar="N", help=text)
-    text = "stop after S seconds without a sign of life of the run (--follow; default 3600)"
-    parser.add_argument("--patience-s", type=decimal, default=3600.0, metavar="S", help=text)
-    text = "site file: submit it as a Slurm job, with the GPUs of [evaluation], or else [generation], on one node"
-    parser.add_argument("--site", type=Path, metavar="SITE.toml", help=text)
-    parser.add_argument("--dry-run", action="store_true", help="print the job's script; submit nothing (with --site)")
+def _takes_plan(parser: _Parser) -> None:
+    """Run file, site file, and what a prediction starts from."""
+    _takes_run_file(parser)
+    _takes_site_file(parser)
+    _takes_overrides(parser)
+    text = "instead of jobs and scripts, predict speed, bottleneck and cost of this split and others"
+    _flag(parser, "--predict", text)
+    text = "take rates and lengths from this run (--predict)"
+    _value(parser, "--from", "RUN_DIR", text, Path, dest="from_run")
+    text = "mean tokens of a completion; default: 0.4 of generation.max_completion_tokens (--predict)"
+    _value(parser, "--mean-tokens", "N", text, decimal)
+    _value(parser, "--dropped-share", "X", "share of zero-variance groups; default: 0.2 (--predict)", decimal)
+    _takes_json(parser, "JSON output for programs (--predict)")
 
 
-def takes_records(parser: argparse.ArgumentParser) -> None:
-    """A task, a file of completions, and how to judge them."""
-    parser.add_argument("task", metavar="TASK", help="as data.task of a run file; also package.module:function")
-    text = (
-        "completions and references, one JSON object per line (default: standard input); settings of rewards, sandbox"
-    )
-    parser.add_argument("words", nargs="*", default=[], metavar="FILE.jsonl|key=value", help=text)
-    text = "take settings from this run file"
-    parser.add_argument("--run", type=Path, metavar="RUN.toml", help=text)
-    text = "field of a record that holds the completion (default: completion)"
-    parser.add_argument("--completion", default="completion", metavar="FIELD", help=text)
-    text = "field that holds the reference (default: as RUN.toml says, else reference); '*': the whole record, as JSON"
-    parser.add_argument("--reference", metavar="FIELD", help=text)
-    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+def _takes_submission(parser: _Parser) -> None:
+    _takes_run_file(parser)
+    _takes_site_file(parser)
+    _takes_overrides(parser)
+    _flag(parser, "--dry-run", "print the jobs as `rlhpc plan` does; submit nothing")
+    _takes_beginning(parser)
+    _value(parser, "--seeds", "N|S,S", "N runs with different run.seed, or one for each seed S")
+    text = "submit a run for each value; repeated for several keys: for every combination"
+    _value(parser, "--sweep", "key=v,v", text, action="append", default=[])
+    _takes_waiting(parser)
 
 
-def takes_data(parser: argparse.ArgumentParser) -> None:
+def _takes_resume(parser: _Parser) -> None:
+    _takes_run_directory(parser)
+    text = "new site file, new settings; default: those of the last submit"
+    _words(parser, "words", "SITE.toml|key=value", text)
+    _takes_resume_point(parser)
+    _takes_waiting(parser)
+
+
+def _takes_status(parser: _Parser) -> None:
+    _takes_run_directory(parser)
+    _takes_json(parser)
+
+
+def _takes_list(parser: _Parser) -> None:
+    _words(parser, "directories", "DIR", "default: runs/ if it exists, else the current directory", Path)
+    _value(parser, "--state", "S[,S]", "only runs in these states: queued, running, failed, …")
+    _flag(parser, "--all", f"show more than {MOST_ROWS} lines, and other users' runs")
+    _value(parser, "--depth", "N", "levels below DIR; 0: DIR alone (default 4)", number)
+    _takes_json(parser)
+
+
+def _takes_stop(parser: _Parser) -> None:
+    _takes_run_directory(parser)
+    _flag(parser, "--now", "end at once: the step is saved only if it ends within seconds")
+
+
+def _takes_scale(parser: _Parser) -> None:
+    _takes_run_directory(parser)
+    _words(parser, "words", "SITE.toml", "site file; default: that of the last submit")
+    _value(parser, "--generators", "+N|-N", "add N, or remove the N added last", required=True)
+    _value(parser, "--partition", "P", "partition instead of the site file's; may be preemptible")
+    _value(parser, "--time", "T", "time limit, instead of the site file's")
+    _flag(parser, "--dry-run", "print what would be done")
+
+
+def _takes_logs(parser: _Parser) -> None:
+    _takes_run_directory(parser)
+    _words(parser, "words", "ROLE", 'such as "trainer", "generator-1", "slurm" for batch logs; default: all')
+    _flag(parser, "-f", "--follow", "print new lines until the run ends")
+
+
+def _takes_report(parser: _Parser) -> None:
+    _takes_run_directory(parser)
+    _value(parser, "--html", "FILE", "write one page for a browser", Path)
+
+
+def _takes_rollouts(parser: _Parser) -> None:
+    """A run, and which of its rollouts."""
+    _takes_run_directory(parser)
+    _value(parser, "--step", "N|A-B", "trained in step N, or in steps A to B")
+    _value(parser, "--task", "T", "scored by this reward function")
+    _value(parser, "--verdict", "V", "correct, wrong or verifier_error")
+    _value(parser, "--min-reward", "R", "minimum reward", decimal)
+    _value(parser, "--max-reward", "R", "maximum reward", decimal)
+    text = "Python regular expression, searched in prompt, completion, reference and the verifier's detail"
+    _value(parser, "--grep", "REGEX", text)
+    _value(parser, "--sample", "N", "N of these at random, the same ones each time", number)
+    _value(parser, "--tokenizer", "DIR", "checkpoint directory with the tokenizer; default: model.path", Path)
+    how = parser.add_mutually_exclusive_group()
+    _takes_json(how, "one JSON object per line, for programs")
+    _value(how, "--html", "FILE", "write one page for a browser", Path)
+
+
+def _takes_metrics(parser: _Parser) -> None:
+    """A run, which of its metrics, and where they go."""
+    _takes_run_directory(parser)
+    text = "only this metric, or those that match a pattern such as 'reward/*'; may be repeated"
+    _value(parser, "--tag", "PATTERN", text, action="append", default=[])
+    where = parser.add_mutually_exclusive_group()
+    _value(where, "--out", "FILE", "write a file, .csv or .parquet; default: print CSV", Path)
+    text = "write an offline run of Weights & Biases below this directory (default: the current one)"
+    _value(where, "--wandb", "DIR", text, Path, nargs="?", const=Path())
+    _flag(parser, "-f", "--follow", "with --wandb: send steps as the run makes them, until it ends, to wandb's server")
+
+
+def _takes_charts(parser: _Parser) -> None:
+    text = "runs, or directories with runs; default: runs/ if it exists, else the current directory"
+    _words(parser, "directories", "RUN_DIR|DIR", text, Path)
+    _value(parser, "--port", "N", "default: 6006, or one that is free; 0: any", number)
+    _flag(parser, "--bind-all", "listen on all interfaces, for other machines")
+
+
+def _takes_doctor(parser: _Parser) -> None:
+    """A site, and how thoroughly to check it."""
+    _takes_site_file(parser)
+    text = "the run to check for, with overrides; default: a minimal one"
+    _words(parser, "words", "RUN.toml|key=value", text)
+    _flag(parser, "--quick", "check from this machine only, without jobs")
+    _value(parser, "--timeout-s", "S", "time limit for the test jobs, in seconds (default 300)", decimal, default=300.0)
+    _value(parser, "--report", "FILE", "write everything, without secrets, to a file", Path)
+
+
+def _takes_data(parser: _Parser) -> None:
     """What to do with which dataset."""
     text = "head: show the first records, or their prompts; stats: statistics; convert: write OUT"
-    parser.add_argument("action", choices=("head", "stats", "convert"), metavar="head|stats|convert", help=text)
-    text = "a dataset, as data.path; or a run file, to use its datasets and model"
-    parser.add_argument("data", type=Path, metavar="FILE|RUN.toml", help=text)
-    text = "convert: OUT, a .jsonl or .parquet file, or a directory for --validation; settings of data and generation"
-    parser.add_argument("words", nargs="*", default=[], metavar="OUT|key=value", help=text)
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint directory, to show prompts and count tokens"
+    _value(parser, "action", "head|stats|convert", text, choices=("head", "stats", "convert"))
+    _value(
+        parser, "data", "FILE|RUN.toml", "a dataset, as data.path; or a run file, to use its datasets and model", Path
     )
+    text = "convert: OUT, a .jsonl or .parquet file, or a directory for --validation; settings of data and generation"
+    _words(parser, "words", "OUT|key=value", text)
+    _value(parser, "--model", "DIR", "checkpoint directory, to show prompts and count tokens", Path)
     parser.add_argument("-n", "--records", type=number, metavar="N", help="head: number of records (default 3)")
     bounds = parser.add_argument_group("filters for convert", "lengths are those of prompts, as a model sees them")
     for bound in ("--min-tokens", "--max-tokens", "--min-characters", "--max-characters"):
         bounds.add_argument(bound, type=number, metavar="N")
-    bounds.add_argument("--distinct", action="store_true", help="keep only the first of records with the same prompt")
+    _flag(bounds, "--distinct", "keep only the first of records with the same prompt")
     text = "fraction that goes to OUT/validation, the rest to OUT/train; chosen by content, not by order"
-    bounds.add_argument("--validation", type=decimal, metavar="SHARE", help=text)
+    _value(bounds, "--validation", "SHARE", text, decimal)
 
 
-def takes_run_file(parser: argparse.ArgumentParser) -> None:
-    """What a run does."""
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml", help="run file: what is trained, and how")
+def _takes_records(parser: _Parser) -> None:
+    """A task, a file of completions, and how to judge them."""
+    _value(parser, "task", "TASK", "as data.task of a run file; also package.module:function")
+    text = (
+        "completions and references, one JSON object per line (default: standard input); settings of rewards, sandbox"
+    )
+    _words(parser, "words", "FILE.jsonl|key=value", text)
+    _value(parser, "--run", "RUN.toml", "take settings from this run file", Path)
+    text = "field of a record that holds the completion (default: completion)"
+    _value(parser, "--completion", "FIELD", text, default="completion")
+    text = "field that holds the reference (default: as RUN.toml says, else reference); '*': the whole record, as JSON"
+    _value(parser, "--reference", "FIELD", text)
+    _takes_json(parser, "JSON lines instead of a table")
 
 
-def takes_site_file(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says where a run runs."""
-    parser.add_argument("site_file", type=Path, metavar="SITE.toml", help="site file: partitions, GPUs, time")
+def _takes_export(parser: _Parser) -> None:
+    _takes_run_directory(parser)
+    _value(parser, "out", "OUT", "directory to create", Path)
+    _value(parser, "--step", "N", "checkpoint to export; default: the newest sound one", number)
+    _flag(parser, "--ema", "the moving average of the weights (trainer.ema_decay)")
+    text = "dtype of the written weights; default: that of the model at model.path"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
 
 
-def takes_overrides(parser: argparse.ArgumentParser) -> None:
-    """Overrides of keys of the run file.  With a default, or argparse would list them as required."""
-    text = "override a key of the run file, e.g. trainer.learning_rate=2e-6"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+def takes_evaluation(parser: _Parser) -> None:
+    """A model, a dataset, and how much to sample."""
+    _value(parser, "model", "MODEL|RUN_DIR", "HF checkpoint, run directory, or one checkpoint in it", Path)
+    text = "a file or directory, as data.path; default: what [[evaluation]] of the run file says"
+    _value(parser, "data", "DATA", text, Path, nargs="?")
+    text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
+    _words(parser, "overrides", "key=value", text)
+    text = "run file or run directory whose settings an HF checkpoint is evaluated with: template, limits, reward"
+    _value(parser, "--run", "RUN", text, Path)
+    _value(parser, "--step", "N", "checkpoint of the run; default: the newest sound one", number)
+    text = "the moving average of the run's weights (trainer.ema_decay) instead of its weights"
+    _flag(parser, "--ema", text, default=None)
+    _value(parser, "--samples", "K", "samples per prompt (default 1)", number)
+    _value(parser, "--prompts", "N", "number of prompts, drawn at random; default: all", number)
+    _value(parser, "--temperature", "T", "of sampling; 0: the most likely token each time (default 1)", decimal)
+    text = "where samples and figures go; default: evaluations/ in the run directory, or here"
+    _value(parser, "--out", "DIRECTORY", text, Path)
+    _flag(parser, "--fresh", "delete existing samples, and start over")
+    _takes_json(parser)
+    _flag(parser, "--follow", "evaluate each new checkpoint of a run until it ends; with curves for TensorBoard")
+    _value(parser, "--every", "N", "minimum steps between two evaluations (--follow)", number)
+    text = "keep the model with the best FIGURE, such as pass@1, as an HF checkpoint (--follow)"
+    _value(parser, "--keep-best", "FIGURE", text)
+    text = "stop the run after N evaluations without improvement (--follow --keep-best)"
+    _value(parser, "--stop-after", "N", text, number)
+    text = "stop after S seconds without a sign of life of the run (--follow; default 3600)"
+    _value(parser, "--patience-s", "S", text, decimal, default=3600.0)
+    text = "site file: submit it as a Slurm job, with the GPUs of [evaluation], or else [generation], on one node"
+    _value(parser, "--site", "SITE.toml", text, Path)
+    _flag(parser, "--dry-run", "print the job's script; submit nothing (with --site)")
 
 
-def takes_run_directory(parser: argparse.ArgumentParser) -> None:
-    """A run that has been started or submitted."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, e.g. runs/NAME")
+def _takes_evaluations(parser: _Parser) -> None:
+    _value(parser, "first", "FIRST", "directory of an evaluation", Path)
+    _value(parser, "second", "SECOND", "another evaluation, on the same data", Path)
+    _takes_json(parser)
 
 
-def takes_logs(parser: argparse.ArgumentParser) -> None:
-    """A run, and whose logs."""
-    takes_run_directory(parser)
-    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
-    parser.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
-    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+def _takes_demo(parser: _Parser) -> None:
+    """Another run file, or a private Slurm."""
+    _value(parser, "--run-file", "FILE", "another run file; configs/demo_tool.toml: tools", Path)
+    _flag(parser, "--slurm", "as one heterogeneous job on a private Slurm on this machine")
+    _value(parser, "--time", "T", "time limit of the job of --slurm (default 0:30:00)", default="0:30:00")
+    text = "write only a tiny model of random weights, to try a run file of yours with: model.path=DIR"
+    _value(parser, "--model-only", "DIR", text, Path)
+    text = "with --model-only: of this checkpoint's architecture, with its tokenizer (its weights are not needed)"
+    _value(parser, "--like", "MODEL", text, Path)
+    _takes_overrides(parser)
 
 
-def takes_report(parser: argparse.ArgumentParser) -> None:
-    """A run, and where its page goes."""
-    takes_run_directory(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
+def _takes_kind_of_file(parser: _Parser) -> None:
+    parser.add_argument("kind", choices=("run", "site", "metrics"), help="kind of file, or names of metrics")
 
 
-def takes_metrics(parser: argparse.ArgumentParser) -> None:
-    """A run, which of its metrics, and where they go."""
-    takes_run_directory(parser)
-    text = "only this metric, or those that match a pattern such as 'reward/*'; may be repeated"
-    parser.add_argument("--tag", action="append", default=[], metavar="PATTERN", help=text)
-    where = parser.add_mutually_exclusive_group()
-    text = "write a file, .csv or .parquet; default: print CSV"
-    where.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "write an offline run of Weights & Biases below this directory (default: the current one)"
-    where.add_argument("--wandb", type=Path, nargs="?", const=Path(), metavar="DIR", help=text)
-    text = "with --wandb: send steps as the run makes them, until it ends, to wandb's server"
-    parser.add_argument("-f", "--follow", action="store_true", help=text)
+def _takes_shell(parser: _Parser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to print it for")
 
 
-def takes_charts(parser: argparse.ArgumentParser) -> None:
-    """Runs, and where TensorBoard shows them."""
-    text = "runs, or directories with runs; default: runs/ if it exists, else the current directory"
-    parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="RUN_DIR|DIR", help=text)
-    parser.add_argument("--port", type=number, metavar="N", help="default: 6006, or one that is free; 0: any")
-    parser.add_argument("--bind-all", action="store_true", help="listen on all interfaces, for other machines")
+def _takes_recipe(parser: _Parser) -> None:
+    """Nothing, or the action copy with a name and a directory."""
+    actions = parser.add_subparsers(metavar="ACTION", dest="action")
+    text = "Copy a recipe into a directory."
+    copy = actions.add_parser("copy", help=text, description=text)
+    _value(copy, "name", "NAME", "a recipe listed by `rlhpc recipes`")
+    _value(copy, "directory", "DIRECTORY", "default: the current one", Path, nargs="?", default=Path())
 
 
-def takes_rollouts(parser: argparse.ArgumentParser) -> None:
-    """A run, and which of its rollouts."""
-    takes_run_directory(parser)
-    parser.add_argument("--step", metavar="N|A-B", help="trained in step N, or in steps A to B")
-    parser.add_argument("--task", metavar="T", help="scored by this reward function")
-    parser.add_argument("--verdict", metavar="V", help="correct, wrong or verifier_error")
-    parser.add_argument("--min-reward", type=decimal, metavar="R", help="minimum reward")
-    parser.add_argument("--max-reward", type=decimal, metavar="R", help="maximum reward")
-    text = "Python regular expression, searched in prompt, completion, reference and the verifier's detail"
-    parser.add_argument("--grep", metavar="REGEX", help=text)
-    parser.add_argument("--sample", type=number, metavar="N", help="N of these at random, the same ones each time")
-    text = "checkpoint directory with the tokenizer; default: model.path"
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help=text)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="one JSON object per line, for programs")
-    how.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
+def _takes_cluster_commands(parser: _Parser) -> None:
+    """The actions up, status and down of a private Slurm."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    for action, text in (
+        ("up", "Start a cluster, or restart its dead daemons; print how to use it."),
+        ("status", "Show every daemon with its pid, and the nodes."),
+        ("down", "End every job and every daemon."),
+    ):
+        sub = actions.add_parser(action, help=text, description=text)
+        _value(sub, "directory", "DIR", "default: one for each user in /tmp", Path, nargs="?")
+        if action == "down":
+            _flag(sub, "--delete", "delete the directory too")
+        if action == "up":
+            for name in ("train", "gen", "cpu"):
+                _value(sub, f"--{name}", "N", f"number of {name} nodes", number)
+            _value(sub, "--gpus", "N", "number of fake GPUs on each GPU node", number)
+            _flag(sub, "--accounting", "with slurmdbd: sacct, accounts, QOS")
+            _flag(sub, "--networks", "give every node its own network; needs root")
+            _flag(sub, "--private", "use unpacked packages even if Slurm is installed")
+            _value(sub, "--release", "SUITE", "Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)")
+            _value(sub, "--wait-s", "S", "timeout until all nodes are idle (default 30)", decimal, default=30.0)
 
 
-def takes_list(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where to look for runs, and which to show."""
-    text = "default: runs/ if it exists, else the current directory"
-    parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="DIR", help=text)
-    parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
-    parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
-    parser.add_argument("--depth", type=number, metavar="N", help="levels below DIR; 0: DIR alone (default 4)")
-    parser.add_argument("--json", action="store_true", help="JSON output for programs")
+class Version(argparse.Action):
+    """Print the version; reading it takes a while, and nothing else needs it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Called by argparse."""
+        from importlib.metadata import version
+
+        print(f"rlhpc {version('rlhpc')}")
+        parser.exit()
 
 
-def takes_resume_point(parser: argparse.ArgumentParser) -> None:
-    """Add --from-start, --step, --no-replay and --lift-quarantine."""
-    where = parser.add_mutually_exclusive_group()
-    text = "resume at step 0: set all checkpoints and rollouts aside"
-    where.add_argument("--from-start", action="store_true", help=text)
-    where.add_argument("--step", type=number, metavar="N", help="resume from this checkpoint; set newer ones aside")
-    text = "do not train the steps after the checkpoint again from the journal: sample new rollouts for them"
-    where.add_argument("--no-replay", action="store_true", help=text)
-    text = "sample the prompts again that were given up because generators or reward workers died of them"
-    parser.add_argument("--lift-quarantine", action="store_true", help=text)
+# --------------------------------------------------------------------------------------------------------------- values
+#
+# What commands read of their arguments.
+
+
+def run_layout(run: Path) -> RunLayout:
+    """The run in a directory.  Raises RunDirectoryError: nothing is there, or the run of this name is below runs/."""
+    layout = RunLayout(without_dots(run))
+    if not layout.is_run:
+        refuse_missing(run, "directory")
+    return layout
+
+
+def refuse_missing(run: Path, what: str) -> None:
+    """Raises RunDirectoryError: there is nothing, or the run of this name is below runs/."""
+    usual = RunLayout(Path("runs") / run)
+    if usual.is_run:
+        raise RunDirectoryError(f"{run}: not a run directory (did you mean {usual.root}?)")
+    if not run.exists():
+        raise RunDirectoryError(f"{run}: no such {what}; `rlhpc list` shows your runs")
 
 
 def resume_point(options: argparse.Namespace) -> ResumePoint:
@@ -300,6 +440,13 @@ def _spelt(options: argparse.Namespace) -> str:
     return next((option for option, is_given in given.items() if is_given), "")
 
 
+def refuse_without_predict(options: argparse.Namespace) -> None:
+    """Raises ConfigError: an option that does nothing without --predict."""
+    for name, option in _OF_PREDICTIONS.items():
+        if getattr(options, name) not in (None, False):
+            raise ConfigError(f"{option}: legal with --predict only")
+
+
 def hint_for(words: Sequence[str]) -> str:
     """A hint for keys of the run file that were written as options."""
     keys = [word for word in words if "." in word.partition("=")[0] and ("=" in word or word.startswith("--"))]
@@ -310,17 +457,6 @@ def hint_for(words: Sequence[str]) -> str:
     after = words[words.index(option) + 1 :]
     value = value if equals or not after else after[0]
     return f"; a key of the run file is set without dashes: {key}={value}"
-
-
-class Version(argparse.Action):
-    """Print the version; reading it takes a while, and nothing else needs it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Called by argparse."""
-        from importlib.metadata import version
-
-        print(f"rlhpc {version('rlhpc')}")
-        parser.exit()
 
 
 def continued(typed: Sequence[str]) -> list[str]:
@@ -337,27 +473,6 @@ def continued(typed: Sequence[str]) -> list[str]:
     return ["rlhpc", *words, "--resume"]
 
 
-def takes_local_run(run: argparse.ArgumentParser) -> None:
-    """The command that runs here."""
-    takes_run_file(run)
-    takes_overrides(run)
-    _takes_beginning(run)
-    run.add_argument("--quiet", action="store_true", help="print nothing but what goes wrong")
-    run.add_argument(
-        "--max-retries",
-        type=number,
-        metavar="N",
-        help="attempts after failed ones without a new checkpoint; default: 5",
-    )
-
-
-def refuse_without_predict(options: argparse.Namespace) -> None:
-    """Raises ConfigError: an option that does nothing without --predict."""
-    for name, option in _OF_PREDICTIONS.items():
-        if getattr(options, name) not in (None, False):
-            raise ConfigError(f"{option}: legal with --predict only")
-
-
 # --------------------------------------------------------------------------------------------------------------- parser
 
 
@@ -372,127 +487,8 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def function_of(name: str) -> str:
-    """The function of a command that is none of launch/cli.py."""
+    """The function of a command, "module:name"."""
     return next(command.function for command in _COMMANDS if command.name == name)
-
-
-def _takes_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml|RUN_DIR", help="run file, or directory of a run")
-    takes_overrides(parser)
-    parser.add_argument("--json", action="store_true", help="JSON output for programs (RUN_DIR only)")
-    parser.add_argument("--site", type=Path, metavar="SITE.toml", help="site file: refuse what does not fit its GPUs")
-
-
-def _takes_audit(parser: argparse.ArgumentParser) -> None:
-    takes_run_directory(parser)
-    parser.add_argument("--quick", action="store_true", help="read neither tokens nor checksums: seconds on long runs")
-    parser.add_argument("--json", action="store_true", help="JSON output for programs")
-
-
-def _takes_plan(parser: argparse.ArgumentParser) -> None:
-    """Run file, site file, and what a prediction starts from."""
-    takes_run_file(parser)
-    takes_site_file(parser)
-    takes_overrides(parser)
-    text = "instead of jobs and scripts, predict speed, bottleneck and cost of this split and others"
-    parser.add_argument("--predict", action="store_true", help=text)
-    text = "take rates and lengths from this run (--predict)"
-    parser.add_argument("--from", dest="from_run", type=Path, metavar="RUN_DIR", help=text)
-    text = "mean tokens of a completion; default: 0.4 of generation.max_completion_tokens (--predict)"
-    parser.add_argument("--mean-tokens", type=decimal, metavar="N", help=text)
-    text = "share of zero-variance groups; default: 0.2 (--predict)"
-    parser.add_argument("--dropped-share", type=decimal, metavar="X", help=text)
-    parser.add_argument("--json", action="store_true", help="JSON output for programs (--predict)")
-
-
-def _takes_status(parser: argparse.ArgumentParser) -> None:
-    takes_run_directory(parser)
-    parser.add_argument("--json", action="store_true", help="JSON output for programs")
-
-
-def _takes_stop(parser: argparse.ArgumentParser) -> None:
-    takes_run_directory(parser)
-    text = "end at once: the step is saved only if it ends within seconds"
-    parser.add_argument("--now", action="store_true", help=text)
-
-
-def _takes_kind_of_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("run", "site", "metrics"), help="kind of file, or names of metrics")
-
-
-def _takes_shell(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to print it for")
-
-
-def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
-    """The actions up, status and down of a private Slurm."""
-    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    for action, text in (
-        ("up", "Start a cluster, or restart its dead daemons; print how to use it."),
-        ("status", "Show every daemon with its pid, and the nodes."),
-        ("down", "End every job and every daemon."),
-    ):
-        sub = actions.add_parser(action, help=text, description=text)
-        sub.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="default: one for each user in /tmp")
-        if action == "down":
-            sub.add_argument("--delete", action="store_true", help="delete the directory too")
-        if action == "up":
-            for name in ("train", "gen", "cpu"):
-                sub.add_argument(f"--{name}", type=number, metavar="N", help=f"number of {name} nodes")
-            sub.add_argument("--gpus", type=number, metavar="N", help="number of fake GPUs on each GPU node")
-            sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
-            sub.add_argument("--networks", action="store_true", help="give every node its own network; needs root")
-            sub.add_argument("--private", action="store_true", help="use unpacked packages even if Slurm is installed")
-            sub.add_argument(
-                "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
-            )
-            text = "timeout until all nodes are idle (default 30)"
-            sub.add_argument("--wait-s", type=decimal, default=30.0, metavar="S", help=text)
-
-
-def _takes_recipe(parser: argparse.ArgumentParser) -> None:
-    """Nothing, or the action copy with a name and a directory."""
-    actions = parser.add_subparsers(metavar="ACTION", dest="action")
-    text = "Copy a recipe into a directory."
-    copy = actions.add_parser("copy", help=text, description=text)
-    copy.add_argument("name", metavar="NAME", help="a recipe listed by `rlhpc recipes`")
-    copy.add_argument(
-        "directory", type=Path, nargs="?", default=Path(), metavar="DIRECTORY", help="default: the current one"
-    )
-
-
-def _takes_demo(parser: argparse.ArgumentParser) -> None:
-    """Another run file, or a private Slurm."""
-    parser.add_argument("--run-file", type=Path, metavar="FILE", help="another run file; configs/demo_tool.toml: tools")
-    parser.add_argument(
-        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
-    )
-    parser.add_argument(
-        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
-    )
-    text = "write only a tiny model of random weights, to try a run file of yours with: model.path=DIR"
-    parser.add_argument("--model-only", type=Path, metavar="DIR", help=text)
-    text = "with --model-only: of this checkpoint's architecture, with its tokenizer (its weights are not needed)"
-    parser.add_argument("--like", type=Path, metavar="MODEL", help=text)
-    takes_overrides(parser)
-
-
-def _takes_doctor(parser: argparse.ArgumentParser) -> None:
-    """A site, and how thoroughly to check it."""
-    takes_site_file(parser)
-    which = "the run to check for, with overrides; default: a minimal one"
-    parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
-    parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
-    text = "time limit for the test jobs, in seconds (default 300)"
-    parser.add_argument("--timeout-s", type=decimal, default=300.0, metavar="S", help=text)
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
-
-
-def _takes_evaluations(parser: argparse.ArgumentParser) -> None:
-    """Directories of two evaluations."""
-    parser.add_argument("first", type=Path, metavar="FIRST", help="directory of an evaluation")
-    parser.add_argument("second", type=Path, metavar="SECOND", help="another evaluation, on the same data")
-    parser.add_argument("--json", action="store_true", help="JSON output for programs")
 
 
 class Command(NamedTuple):
@@ -501,44 +497,59 @@ class Command(NamedTuple):
     name: str
     takes: Callable[[argparse.ArgumentParser], None]  # adds its arguments
     text: str
-    function: str = ""  # "module:name" of what is called with them, imported then; "": a function of launch/cli.py
+    function: str  # "module:name" of what is called with them, imported then; it returns the exit status
 
 
 _COMMANDS = (
-    Command("run", takes_local_run, "Start a run as processes on this machine and watch it."),
-    Command("check", _takes_check, "Validate a run file, its model and its data; or verify the files of a run."),
-    Command("audit", _takes_audit, "Prove from a run's files that no prompt was lost or trained twice."),
-    Command("plan", _takes_plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing."),
-    Command("submit", takes_submission, "Check a run, and submit its Slurm jobs."),
-    Command("resume", takes_resume, "Submit the jobs of a run again, to continue from its last checkpoint."),
-    Command("status", _takes_status, "Show a run: its jobs and roles, their work in progress, what they wait for."),
-    Command("list", takes_list, "Show your runs below a directory and in the queue, one line each.",
+    Command("run", _takes_run, "Start a run as processes on this machine and watch it.", "launch.commands.run:run"),
+    Command("check", _takes_check, "Validate a run file, its model and its data; or verify the files of a run.",
+            "launch.commands.check:check"),
+    Command("audit", _takes_audit, "Prove from a run's files that no prompt was lost or trained twice.",
+            "launch.verify.audit:audit"),
+    Command("plan", _takes_plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing.",
+            "launch.commands.submit:show_plan"),
+    Command("submit", _takes_submission, "Check a run, and submit its Slurm jobs.", "launch.commands.submit:submit"),
+    Command("resume", _takes_resume, "Submit the jobs of a run again, to continue from its last checkpoint.",
+            "launch.commands.submit:resume"),
+    Command("status", _takes_status, "Show a run: its jobs and roles, their work in progress, what they wait for.",
+            "launch.view.status:show_status"),
+    Command("list", _takes_list, "Show your runs below a directory and in the queue, one line each.",
             "launch.commands.list_runs:list_runs"),
-    Command("stop", _takes_stop, "Finish the step, save, and end every process and job of a run."),
-    Command("scale", takes_scale, "Add generators to a submitted run, or remove added ones."),
-    Command("logs", takes_logs, "Show the logs of a run's processes."),
-    Command("report", takes_report, "Summarise a run: busy and idle times, faults, GPU-hours, advice."),
-    Command("rollouts", takes_rollouts, "Show rollouts of a run: prompts, completions, rewards.",
+    Command("stop", _takes_stop, "Finish the step, save, and end every process and job of a run.",
+            "launch.commands.stop:stop"),
+    Command("scale", _takes_scale, "Add generators to a submitted run, or remove added ones.",
+            "launch.commands.scale:scale"),
+    Command("logs", _takes_logs, "Show the logs of a run's processes.", "launch.commands.logs:logs"),
+    Command("report", _takes_report, "Summarise a run: busy and idle times, faults, GPU-hours, advice.",
+            "launch.commands.show:report_run"),
+    Command("rollouts", _takes_rollouts, "Show rollouts of a run: prompts, completions, rewards.",
             "launch.commands.show:show_rollouts"),
-    Command("metrics", takes_metrics, "Print or write a run's metrics as a table, or as files of W&B."),
-    Command("tensorboard", takes_charts, "Show runs in TensorBoard under their names.",
+    Command("metrics", _takes_metrics, "Print or write a run's metrics as a table, or as files of W&B.",
+            "launch.commands.show:show_metrics"),
+    Command("tensorboard", _takes_charts, "Show runs in TensorBoard under their names.",
             "launch.commands.show:serve_tensorboard"),
-    Command("doctor", _takes_doctor, "Check a cluster for problems that would stop runs, and print remedies."),
-    Command("data", takes_data, "Show a dataset's prompts or statistics, or convert it to another format.",
+    Command("doctor", _takes_doctor, "Check a cluster for problems that would stop runs, and print remedies.",
+            "launch.doctor.command:doctor"),
+    Command("data", _takes_data, "Show a dataset's prompts or statistics, or convert it to another format.",
             "launch.commands.data:look_at_dataset"),
-    Command("reward", takes_records, "Score the completions in a JSONL file with a reward function.",
+    Command("reward", _takes_records, "Score the completions in a JSONL file with a reward function.",
             "launch.commands.reward:judge_records"),
-    Command("export", takes_export, "Write the trained model as an HF checkpoint."),
+    Command("export", _takes_export, "Write the trained model as an HF checkpoint.", "launch.commands.export:export"),
     Command("evaluate", takes_evaluation, "Sample a dataset with a model; print pass@k with confidence intervals.",
             "launch.evaluate.command:evaluate"),
     Command("compare", _takes_evaluations, "Compare two evaluated models: which is better, with a confidence interval.",
             "launch.evaluate.command:compare"),
-    Command("demo", _takes_demo, "Warm-start a tiny model and train it on arithmetic with RL, in minutes, on CPU."),
+    Command("demo", _takes_demo, "Warm-start a tiny model and train it on arithmetic with RL, in minutes, on CPU.",
+            "launch.demo.run:demo"),
     Command("schema", _takes_kind_of_file,
-            "Print the JSON schema of run or site files, for editors, or the names of metrics."),
-    Command("completion", _takes_shell, "Print a shell completion script for commands, options and paths."),
-    Command("recipes", _takes_recipe, "List run files for published runs, or copy one."),
-    Command("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),
+            "Print the JSON schema of run or site files, for editors, or the names of metrics.",
+            "launch.commands.schema:print_schema"),
+    Command("completion", _takes_shell, "Print a shell completion script for commands, options and paths.",
+            "launch.commands.arguments:print_completion"),
+    Command("recipes", _takes_recipe, "List run files for published runs, or copy one.",
+            "launch.commands.recipes:recipes"),
+    Command("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root.",
+            "launch.private_slurm.cluster:act"),
 )  # fmt: skip
 
 
@@ -558,3 +569,42 @@ def similar_command(word: str) -> str:
     if word in names or word.startswith("-"):
         return ""
     return _ELSEWHERE.get(word) or "".join(nearest(word, names))
+
+
+# ----------------------------------------------------------------------------------------------------------- completion
+#
+# `rlhpc completion SHELL`: a script that completes commands, options and paths.
+#
+# Output: the script, for bash, zsh or fish, made by shtab from the parser of the command line.  It is static: a shell
+# that completes starts no Python, which would take a tenth of a second and more for every press of a key.
+
+
+_DIRECTORIES = ("RUN_DIR", "DIR", "DIRECTORY", "OUT", "MODEL|RUN_DIR", "RUN_DIR|DIR", "FIRST", "SECOND")  # metavars
+
+
+def print_completion(options: argparse.Namespace) -> int:
+    """Print the script.  Raises ConfigError: shtab is not installed."""
+    print(completion_script(command_parser(), options.shell))
+    return 0
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """shell: "bash", "zsh" or "fish".  Raises ConfigError: shtab is not installed."""
+    shtab = optional_module("shtab", "completion")
+    for action in _actions(parser):
+        metavar = str(action.metavar or "")
+        if metavar in _DIRECTORIES:
+            action.complete = shtab.DIRECTORY
+        elif action.type is Path or ".toml" in metavar or "FILE" in metavar:
+            action.complete = shtab.FILE
+    return str(shtab.complete(parser, shell=shell))
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
+    """Actions of a parser and of all below it; those that take nothing are left out.  `complete` is shtab's own."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)
+        elif action.nargs != 0:
+            yield action

@@ -20,6 +20,7 @@ from launch.checks.preflight import (
     thinking_in_answers,
     untold_tools,
 )
+from launch.commands.arguments import refuse_missing
 from launch.common.text import counted
 from launch.doctor.gpus import gpus_here
 from launch.doctor.site import filesystem_type, software_not_here
@@ -28,6 +29,7 @@ from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from launch.plan.site_file import load_site
 from launch.run_directory.owner import holds_something
+from launch.verify.audit import check_run_directory
 from rlhpc.base.host_address import refuse_foreign_network
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
@@ -38,8 +40,17 @@ _OF_THE_KERNEL = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tr
 _LONGEST_NAME = 255  # bytes, of one name in a path
 
 
-def check_run_file(options: argparse.Namespace) -> int:
-    """Print the plan, the model, the data and the memory of a run.  Raises ConfigError for what is illegal."""
+def check(options: argparse.Namespace) -> int:
+    """Check a run file, or the files of a run.  Raises ConfigError for what is illegal."""
+    if options.run_file.is_dir():
+        return check_run_directory(options)
+    if not options.run_file.exists() and options.run_file.suffix != ".toml":
+        refuse_missing(options.run_file, "file or directory")
+    return _check_run_file(options)
+
+
+def _check_run_file(options: argparse.Namespace) -> int:
+    """Print the plan, the model, the data and the memory of a run."""
     if options.json:
         raise ConfigError(f"--json: only for a run directory, and {options.run_file} is not one")
     config = load_config(options.run_file, options.overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import CheckpointError, DamagedCheckpoint
 from rlhpc.training.checkpoint_directory import Fate, KnownCheckpoints
 from rlhpc.training.checkpoint_export import export_hf
+
+
+def export(options: argparse.Namespace) -> int:
+    """Export a model; returns exit status 0."""
+    print(export_run(options.layout, options.out, options.step, is_average=options.ema, dtype=options.dtype))
+    return 0
 
 
 def export_run(

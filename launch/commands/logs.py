@@ -6,6 +6,7 @@ file grows.  Logs of new attempts and new replicas are included as their files a
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import time
@@ -20,7 +21,7 @@ from launch.view.jobs import look_at_run
 from launch.view.run import RunView
 from rlhpc.base.patience import seen
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.protocol.errors import EXIT_INTERRUPTED, RunDirectoryError
+from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError, RunDirectoryError
 
 LAST_LINES = 200
 LOOK_S = 1.0
@@ -40,6 +41,14 @@ class LogFile:
     name: str  # trainer-0, slurm/hetjob-12
     path: Path
     attempt: int  # -1: of a batch step, which may see several
+
+
+def logs(options: argparse.Namespace) -> int:
+    """Show logs; returns the exit status."""
+    role, *more = options.words or [None]
+    if more:
+        raise ConfigError(f"{more[0]!r}: at most one role; `rlhpc logs RUN_DIR` shows all")
+    return show_logs(options.layout, role, options.follow)
 
 
 def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:

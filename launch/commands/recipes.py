@@ -5,10 +5,11 @@ Input: configs/gsm8k.toml and configs/recipes/*.toml.  Output: a table, or one f
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.common.text import aligned
+from launch.common.text import aligned, quoted
 from rlhpc.base.files import write_atomically
 from rlhpc.base.near_names import near_hint
 from rlhpc.config.file import load_config
@@ -16,6 +17,19 @@ from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import ConfigError
 
 DIRECTORY = Path(__file__).parents[1] / "configs"  # a link in a checkout, a folder in an installation
+
+
+def recipes(options: argparse.Namespace) -> int:
+    """List the recipes, or copy one; returns exit status 0."""
+    if options.action is None:
+        print(recipe_table())
+        return 0
+    copy = copy_recipe(options.name, options.directory)
+    print(
+        f"{copy}: put your paths into model.path and data.path; "
+        f"`rlhpc check {quoted(copy)} --site SITE.toml` comes next"
+    )
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +71,8 @@ class Recipe:
 def known_recipes(directory: Path = DIRECTORY) -> dict[str, Recipe]:
     """Recipes by name, the smallest first."""
     paths = (directory / "gsm8k.toml", *sorted((directory / "recipes").glob("*.toml")))
-    recipes = [Recipe(path) for path in paths]
-    return {recipe.name: recipe for recipe in sorted(recipes, key=lambda each: sum(num_gpus(each.config)))}
+    by_size = sorted(map(Recipe, paths), key=lambda each: sum(num_gpus(each.config)))
+    return {recipe.name: recipe for recipe in by_size}
 
 
 def num_gpus(config: Config) -> tuple[int, int]:
@@ -77,13 +91,13 @@ def recipe_table(directory: Path = DIRECTORY) -> str:
 
 def copy_recipe(name: str, into: Path, directory: Path = DIRECTORY) -> Path:
     """Write the recipe's file into a directory that exists; return its path.  Raises ConfigError, OSError."""
-    recipes = known_recipes(directory)
-    if name not in recipes:
-        raise ConfigError(f"recipe {name!r}: unknown; legal: {', '.join(recipes)}{near_hint(name, recipes)}")
+    known = known_recipes(directory)
+    if name not in known:
+        raise ConfigError(f"recipe {name!r}: unknown; legal: {', '.join(known)}{near_hint(name, known)}")
     if not into.is_dir():
         raise ConfigError(f"{into} is not a directory; legal: one that exists")
     copy = into / f"{name}.toml"
     if copy.exists():
         raise ConfigError(f"{copy} exists already; legal: another directory, or move it away")
-    write_atomically(copy, recipes[name].path.read_bytes())
+    write_atomically(copy, known[name].path.read_bytes())
     return copy

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.common.text import aligned, json_text, printable
+from launch.common.text import aligned, file_and_settings, json_text, printable
 from launch.evaluate.request import document_without_run
 from rlhpc.config.file import load_config, settled
 from rlhpc.config.rules import Config
@@ -47,16 +47,13 @@ def judge_records(options: argparse.Namespace) -> int:
 
     Raises ConfigError, DataError, SandboxError; RoleFailed if the function cannot be imported.
     """
-    overrides = [word for word in options.words if "=" in word]
-    files = [word for word in options.words if "=" not in word]
-    if len(files) > 1:
-        raise ConfigError(f"{files[1]!r}: legal: at most one file, and settings (key=value)")
+    file, overrides = file_and_settings(options.words, "file, and settings (key=value)")
     config = _settings(options, overrides)
     field = options.reference or _reference_field(config, options.task)
     for part in config.parts_of(options.task):
         validate_task(part, config.rewards.task_arguments.get(part, {}))
     check_sandbox(config.sandbox, is_needed=is_code(config, options.task))
-    records = _records(files[0] if files else "-")
+    records = _records(file)
     end = _thinking_end(config, options.task)
     completions = [answer_of(record.text(options.completion, "--completion"), end)[0] for record in records]
     references = [_reference(record, field, options.completion) for record in records]
@@ -86,12 +83,12 @@ def _settings(options: argparse.Namespace, words: Sequence[str]) -> Config:
     return settled(document, words, "command line")
 
 
-def _records(file: str) -> list[Record]:
-    if file == "-":
+def _records(file: Path | None) -> list[Record]:
+    if file in (None, Path("-")):
         return _records_of(sys.stdin.buffer, "standard input")
     try:
-        with Path(file).open("rb") as lines:
-            return _records_of(lines, file)
+        with file.open("rb") as lines:
+            return _records_of(lines, str(file))
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,6 +13,8 @@ from launch.checks.bias import unusual
 from launch.checks.memory_verdict import judge_devices
 from launch.checks.own_code import try_own_code
 from launch.checks.preflight import preflight
+from launch.commands.arguments import continued, resume_point
+from launch.common.text import print_or_lose
 from launch.doctor.gpus import gpus_here
 from launch.evaluate.evaluation import preview_evaluations
 from launch.plan.gpu_map import GpuMap, map_gpus
@@ -18,7 +22,7 @@ from launch.plan.processes import local_plan_document, process_names
 from launch.plan.site_file import ClusterConfig
 from launch.run_directory.owner import RunOwner, Tell, own_run
 from launch.run_directory.prepare import NEWEST, ResumePoint, mint_keys, prepare_run_dir, refuse_taken_directory
-from launch.run_files.run_state import Attempt, is_complete
+from launch.run_files.run_state import Attempt, is_complete, last_words
 from launch.supervisor.local_run import LocalSignals, note_stop, supervise_locally
 from launch.supervisor.processes import StopSignal
 from launch.verify.audit import look_before_going_on
@@ -29,10 +33,26 @@ from rlhpc.base.files import write_atomically
 from rlhpc.base.host_address import refuse_foreign_network
 from rlhpc.base.patience import briefly, seen
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import ConfigError
 
 MAX_RETRIES: int = ClusterConfig.model_fields["max_retries"].default
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do a run, and say how it ended; returns the exit status."""
+    resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
+    again = continued(options.typed)
+    how = {} if options.max_retries is None else {"max_retries": options.max_retries}
+    how |= {"resume": options.resume, "fresh": options.fresh, "is_quiet": options.quiet, "again": again}
+    status = run_locally(config, resume_from=resume_from, **how)
+    layout = RunLayout(config.run_directory)
+    unseen = [f"{layout.root}: cannot be read at the moment; `rlhpc status` says later how it ended"]
+    if not options.quiet:
+        for line in seen(lambda: last_words(layout, f"`{shlex.join(again)}`", status), unseen):
+            print_or_lose(line)
+    return status
 
 
 def run_locally(

@@ -7,6 +7,7 @@ newest first, pending ones before running ones.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.commands.submit import Tell, describe_record, submit_jobs, write_plan
-from launch.common.text import quoted
+from launch.common.text import print_or_lose, quoted
 from launch.doctor.site import refuse_missing_software
 from launch.doctor.slurm_plan import refuse_unfit
 from launch.plan.jobs import Elastic, plan_elastic
@@ -46,6 +47,15 @@ class _Added:
     slurm_id: str  # JOB_TASK
     has_begun: bool
     state: str
+
+
+def scale(options: argparse.Namespace) -> int:
+    """Scale a run; returns exit status 0."""
+    if len(options.words) > 1:
+        raise ConfigError(f"{options.words[1]!r}: at most one site file; other arguments are options (`--help`)")
+    how = Addition(Path(options.words[0]) if options.words else None, options.partition, options.time)
+    scale_run(options.layout, options.generators, how, dry_run=options.dry_run, tell=print_or_lose)
+    return 0
 
 
 def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:

@@ -9,6 +9,7 @@ would read these sources whenever any process starts; here they are read when so
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import json
@@ -28,8 +29,15 @@ from launch.plan.site_file import Site
 from rlhpc.config.file import sections
 from rlhpc.config.rules import Config
 from rlhpc.config.setting import Idle, Section, Usual, marks_of, rules_of
+from rlhpc.metrics.names import table_markdown
 
 _MODELS: dict[str, type[BaseModel]] = {"run": Config, "site": Site}
+
+
+def print_schema(options: argparse.Namespace) -> int:
+    """Print a schema, or the names of metrics; returns exit status 0."""
+    print(table_markdown() if options.kind == "metrics" else schema_of(options.kind))
+    return 0
 
 
 def schema_of(kind: str) -> str:

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.common.text import counted, escaped, json_text, print_paged, say_or_lose, without_dots
+from launch.common.text import counted, escaped, json_text, print_paged, say_or_lose
 from launch.view.run import RunView
 from launch.view.standing import DEPTH, directories_to_search, find_runs
 from rlhpc.base.files import write_atomically
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Biases in files.  Nothing is written into the run directory, and no network is used but by --wandb --follow.
 
 
-def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
+def show_metrics(options: argparse.Namespace) -> int:
     """Print or write them.  Raises ConfigError: no run, no such metric, no such form; OSError."""
     _check_name(options.out)
     if options.follow:
@@ -48,8 +48,8 @@ def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
             raise ConfigError("--follow: legal only beside --wandb; `rlhpc tensorboard` shows a run that goes on")
         from launch.commands.trackers import follow_wandb  # an optional package
 
-        return follow_wandb(options.wandb, layout, options.tag)
-    view = RunView(layout)
+        return follow_wandb(options.wandb, options.layout, options.tag)
+    view = RunView(options.layout)
     table = view.metric_table(options.tag)
     if options.wandb is not None:
         from launch.commands.trackers import ExportedRun, write_wandb  # an optional package
@@ -92,7 +92,7 @@ def show_rollouts(options: argparse.Namespace) -> int:
     from launch.view.rollouts import RunRollouts, as_document, transcripts  # slow to import
 
     selection = selection_of(options)
-    rollouts = RunRollouts(RunLayout(without_dots(options.run_dir)), tokenizer_dir=options.tokenizer, tell=_tell)
+    rollouts = RunRollouts(options.layout, tokenizer_dir=options.tokenizer, tell=_tell)
     if options.html is not None:
         return _write_page(rollouts, selection, options)
     shown = [0]
@@ -275,11 +275,11 @@ def _serve(view: EventView, directory: Path, temporary: Path, options: argparse.
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def report_run(layout: RunLayout, page: Path | None) -> int:
+def report_run(options: argparse.Namespace) -> int:
     """Print the short form, and write the page if one is named.  Raises ConfigError: no run is here."""
     from launch.view.report import as_text, read_report, write_report
 
-    report = read_report(RunView(layout))
+    page, report = options.html, read_report(RunView(options.layout))
     if page is None:
         print(escaped("\n".join(as_text(report))))
         return 0

@@ -6,13 +6,14 @@ and recorded job ids are signalled or cancelled, nothing by name; no job of a re
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.common.text import quoted
+from launch.common.text import print_or_lose, quoted
 from launch.run_directory.owner import ProcessIdentity, await_left_behind, find_launcher
 from launch.run_files.records import name_of_jobs, read_job_records
 from launch.run_files.run_state import command_to_continue, what_was_saved
@@ -29,6 +30,11 @@ Tell = Callable[[str], None]
 ASK_S = 3.0
 SAY_S = 60.0  # longest time without a line of progress
 FOLLOWERS_S = 120.0  # jobs that outlive the controller for this long do not end by themselves
+
+
+def stop(options: argparse.Namespace) -> int:
+    """Stop a run; returns the exit status."""
+    return stop_run(options.layout, now=options.now, tell=print_or_lose)
 
 
 def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:

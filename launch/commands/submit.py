@@ -6,6 +6,7 @@ Guarantees: all jobs of a run are submitted, or none; a job that is alive is nev
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import sys
@@ -18,7 +19,8 @@ from launch.checks.bias import unusual
 from launch.checks.memory_verdict import judge_host, judge_memory
 from launch.checks.model_files import refuse_made_up_tensors
 from launch.checks.preflight import Findings, preflight
-from launch.common.text import quoted
+from launch.commands.arguments import refuse_resume_point, refuse_without_predict, resume_point
+from launch.common.text import file_and_settings, print_or_lose, quoted
 from launch.doctor.site import refuse_missing_software, software_not_here
 from launch.doctor.slurm_plan import refuse_unfit
 from launch.evaluate.evaluation import preview_evaluations
@@ -36,7 +38,7 @@ from launch.slurm.sbatch import MayBeQueued
 from launch.verify.audit import look_before_going_on
 from rlhpc.base.files import write_atomically
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.config.file import override, read_resolved
+from rlhpc.config.file import load_config, override, read_resolved
 from rlhpc.config.rules import Config, with_values
 from rlhpc.protocol.errors import ConfigError, RlhpcError
 
@@ -47,12 +49,25 @@ from rlhpc.protocol.errors import ConfigError, RlhpcError
 # Input: run file and site file.  Output: text.  Asks Slurm nothing.
 
 
-def jobs_in_words(config: Config, site: Site) -> str:
-    """What the prologue names and is not here, the plan, and every script under its name.  Raises ConfigError."""
+def show_plan(options: argparse.Namespace) -> int:
+    """Print the jobs of a run, or how fast it will be.  Raises ConfigError."""
+    if not options.predict:
+        refuse_without_predict(options)
+        return _show_jobs(options)
+    from launch.commands.predict import predict  # loads numpy
+
+    print(predict(load_config(options.run_file, options.overrides), load_site(options.site_file), options))
+    return 0
+
+
+def _show_jobs(options: argparse.Namespace) -> int:
+    """Print what the prologue names and is not here, the plan, and every script under its name."""
+    config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
     lines = [*software_not_here(site), plan_report(config, site)]
     if config.evaluation:
         lines.append(f"\n----- evaluation.sbatch\n{EvaluationJob.following(config, site).script.rstrip()}")
-    return "\n".join(lines)
+    print("\n".join(lines))
+    return 0
 
 
 # --------------------------------------------------------------------------------------------------------------- submit
@@ -76,6 +91,30 @@ class Submission:
     def layout(self) -> RunLayout:
         """The run directory, by the path that compute nodes use."""
         return self.plan.layout
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Submit a run, or several that differ in a few settings; returns the exit status."""
+    resume_from = resume_point(options)
+    if options.seeds is not None or options.sweep:
+        from launch.commands.sweep import submit_sweep
+
+        refuse_resume_point(options)
+        return submit_sweep(options, print_or_lose)
+    if options.dry_run:
+        dependency(options.after)
+        return _show_jobs(options)
+    config = load_config(options.run_file, options.overrides)
+    how = {"resume": options.resume, "fresh": options.fresh, "after": options.after, "resume_from": resume_from}
+    return _wait_if_asked(submit_run(config, options.site_file, **how, tell=print_or_lose), options)
+
+
+def _wait_if_asked(layout: RunLayout, options: argparse.Namespace) -> int:
+    if not options.wait:
+        return 0
+    from launch.view.status import wait_for_run
+
+    return wait_for_run(layout)
 
 
 def submit_run(
@@ -331,6 +370,12 @@ def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
 # Input: a run directory.  Submits its jobs again (submit.py), to continue from the last complete checkpoint.
 
 
+def resume(options: argparse.Namespace) -> int:
+    """Resume a run; returns the exit status."""
+    how = {"after": options.after, "tell": print_or_lose, "resume_from": resume_point(options)}
+    return _wait_if_asked(resume_run(options.layout, options.words, **how), options)
+
+
 def resume_run(
     layout: RunLayout, words: Sequence[str], *, after: str | None, tell: Tell, resume_from: ResumePoint = NEWEST
 ) -> RunLayout:
@@ -340,17 +385,15 @@ def resume_run(
     run, complete, or still running; ConfigError and SlurmError as submit_run does.
     """
     layout.require_run()
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise ConfigError(f"{files[1]!r}: legal: at most one site file, and overrides (key=value)")
-    site_file = Path(files[0]) if files else layout.site
-    if not files and not site_file.exists():
+    given, overrides = file_and_settings(words, "site file, and overrides (key=value)")
+    site_file = given or layout.site
+    if given is None and not site_file.exists():
         raise ConfigError(
             f"{site_file}: missing, because this run was never submitted; `rlhpc resume RUN_DIR SITE.toml` continues "
             f"it under Slurm, {command_to_continue(layout)} on this machine"
         )
     old, _ = read_resolved(layout)
-    config = override(with_values(old, {"run.directory": layout.root}), [word for word in words if "=" in word])
+    config = override(with_values(old, {"run.directory": layout.root}), overrides)
     if config.run_directory != layout.root:
         raise ConfigError(f"run.directory={str(config.run_directory)!r}: a resume cannot leave {layout.root}")
     return submit_run(config, site_file, resume=True, fresh=False, after=after, tell=tell, resume_from=resume_from)

@@ -158,6 +158,17 @@ def quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
+def file_and_settings(words: Sequence[str], what: str) -> tuple[Path | None, list[str]]:
+    """The one file among the words of a command, if there is one, and its settings.  Raises ConfigError: several files.
+
+    what: is legal, for people: "site file, and overrides (key=value)".
+    """
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]!r}: legal: at most one {what}")
+    return Path(files[0]) if files else None, [word for word in words if "=" in word]
+
+
 def without_dots(path: Path) -> Path:
     """Absolute path, with ".." resolved as the file system does: `link/..` is the parent of the link's target."""
     return path.resolve() if ".." in path.parts else path.absolute()

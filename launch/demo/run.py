@@ -5,6 +5,7 @@ Everything is generated locally from seeds; nothing is downloaded.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -16,12 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launch.checks.preflight import require_parts
+from launch.commands.run import run_locally
 from launch.commands.submit import submit_run
 from launch.common.text import as_typed, quoted, say_or_lose
 from launch.demo import lookup
 from launch.demo.lookup import make_lookup_model
+from launch.demo.stand_in import make_stand_in
 from launch.demo.task import draw_learning_curve, write_dataset
 from launch.demo.warm_start import make_model
+from launch.doctor.gpus import gpus_here
+from launch.plan.gpu_map import map_gpus
 from launch.plan.site_file import walltime_s
 from launch.private_slurm.cluster import DevCluster
 from launch.private_slurm.packages import obtain
@@ -119,6 +124,33 @@ NUM_PROBLEMS = 8_000
 NUM_LOOKUPS = 4_000
 SHOW_EVERY_STEPS = 100
 EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a half-trained model stalls
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Run the demo here or on a private Slurm, or write its model alone; returns the exit status."""
+    if options.model_only is not None or options.like is not None:
+        return _write_model(options)
+    run_file = options.run_file or RUN_FILE
+    if not options.slurm:
+        map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start
+        return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
+    refuse_before_the_work(options.time)
+    return run_demo(lambda config: run_on_slurm(config, options.time, say), run_file, [*OVERRIDES, *options.overrides])
+
+
+def _write_model(options: argparse.Namespace) -> int:
+    """Only the model of a demo: a stand-in for one's own run file."""
+    if options.model_only is None:
+        raise ConfigError(f"--like {options.like}: has a meaning only with --model-only DIR")
+    if options.slurm or options.run_file or options.overrides:
+        raise ConfigError("--model-only: writes a model and runs nothing; legal beside it: --like")
+    num_parameters = make_stand_in(options.model_only, options.like)
+    place = quoted(options.model_only)
+    print(f"{options.model_only}: {num_parameters:,} random parameters: no answer will be right.  With your run file:")
+    print(f"  rlhpc check RUN.toml model.path={place}")
+    more = "model.dtype=float32 run.name=try run.num_steps=3 admission.active_sampling=false"
+    print(f"  rlhpc run RUN.toml model.path={place} {more}")
+    return 0
 
 
 def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, overrides: Sequence[str] = ()) -> int:

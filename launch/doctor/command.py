@@ -6,6 +6,7 @@ minimal run is assumed, as small as the site allows: one trainer rank, one gener
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -17,9 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launch.common.text import say_or_lose
+from launch.common.text import file_and_settings, say_or_lose
 from launch.doctor import probe
 from launch.doctor import site as login_checks
 from launch.doctor.probe_jobs import Reports, probe_nodes
@@ -231,18 +231,17 @@ def _said(*words: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- command
 
 
-TIMEOUT_S = 300.0
-
-
-def doctor(options: Any) -> int:
-    """Check and print.  options: site_file, and where given run_file, overrides, quick, timeout_s, report.
+def doctor(options: argparse.Namespace) -> int:
+    """Check and print; returns the exit status.
 
     Raises ConfigError as `rlhpc plan` does: a site that makes no plan cannot be looked at; a report tells of it too.
     """
-    report, run_file = getattr(options, "report", None), getattr(options, "run_file", None)
-    files = [options.site_file, *([run_file] if run_file is not None else [])]
+    run_file, overrides = file_and_settings(options.words, "run file, and overrides (key=value)")
+    if overrides and run_file is None:
+        raise ConfigError(f"{overrides[0]!r}: an override needs a run file, and none is given")
+    report, files = options.report, [options.site_file, *([run_file] if run_file is not None else [])]
     try:
-        findings, reports = _look(options, run_file)
+        findings, reports = _look(options, run_file, overrides)
     except ConfigError as error:
         if report is not None:
             write_report(report, (), None, files, error=str(error))
@@ -255,16 +254,18 @@ def doctor(options: Any) -> int:
     return exit_status(findings)
 
 
-def _look(options: Any, run_file: Path | None) -> tuple[list[Finding], Reports | None]:
+def _look(
+    options: argparse.Namespace, run_file: Path | None, overrides: Sequence[str]
+) -> tuple[list[Finding], Reports | None]:
     """All requested checks, and the reports of the nodes."""
     site = load_site(options.site_file)
-    config = load_config(run_file, getattr(options, "overrides", ())) if run_file is not None else None
+    config = load_config(run_file, overrides) if run_file is not None else None
     plan = plan_of(site, config)
     findings = look_from_here(plan, config)
     is_broken = any(finding.verdict == "fail" and finding.key in (KEY, "slurm") for finding in findings)
-    if getattr(options, "quick", False) or is_broken:
+    if options.quick or is_broken:
         return findings, None
-    timeout_s = float(getattr(options, "timeout_s", None) or TIMEOUT_S)
+    timeout_s = options.timeout_s
     say_or_lose(f"submitting {len(plan.components)} jobs of a few seconds; waiting at most {timeout_s:.0f} s")
     reports = probe_nodes(plan, timeout_s)
     return [*findings, *judge(reports, plan, config, timeout_s)], reports

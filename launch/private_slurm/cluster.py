@@ -381,6 +381,11 @@ def _accepts(port: int) -> bool:
 # Input: parsed options.  Output: printed text and the exit status.
 
 
+def act(options: argparse.Namespace) -> int:
+    """Do what is asked for; returns the exit status."""
+    return {"up": up, "status": status, "down": down}[options.action](options)
+
+
 def up(options: argparse.Namespace) -> int:
     """Start a cluster, or restart its dead daemons; print how to use it."""
     root = directory(options)

@@ -196,12 +196,14 @@ SCHEMA = 1  # of the JSON document
 MOST_LINES = 10  # offences of a check that the table shows
 
 
-def report_audit(layout: RunLayout, *, is_quick: bool, as_json: bool) -> int:
+def audit(options: argparse.Namespace) -> int:
     """Audit a run and print; returns 0 if it is clean, 1 if something is violated.  Raises ConfigError: not a run."""
+    layout, is_quick = options.layout, options.quick
     with closing(ProgressNote(sys.stderr)) as progress:
-        audit = audit_run(layout, Depth(is_quick=is_quick), progress)
-    print(json.dumps(as_document(layout, audit, is_quick=is_quick), indent=1) if as_json else as_table(layout, audit))
-    return CLEAN if audit.is_clean else VIOLATED
+        found = audit_run(layout, Depth(is_quick=is_quick), progress)
+    document = as_document(layout, found, is_quick=is_quick)
+    print(json.dumps(document, indent=1) if options.json else as_table(layout, found))
+    return CLEAN if found.is_clean else VIOLATED
 
 
 def as_table(layout: RunLayout, audit: Audit) -> str:

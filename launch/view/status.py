@@ -6,6 +6,7 @@ launch/view/jobs.py.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import math
 import os
@@ -168,6 +169,12 @@ NUM_FIGURES = 2  # lines of them at the head of a status
 WIDTH = 80  # columns, of counts
 MOST_NAMES = 4  # of processes, in one line
 _OVER = ("admitted", "released", "dropped")  # counts since the start of the run
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Print it; returns exit status 0."""
+    print(render_status(options.layout, as_json=options.json))
+    return 0
 
 
 def render_status(layout: RunLayout, as_json: bool = False) -> str:

@@ -6,14 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.doctor.command import doctor
+from launch.cli import main
 from launch.plan.site_file import Site, slurm_time
 from launch.private_slurm import processes
 from launch.private_slurm.cluster import DevCluster
@@ -30,11 +29,11 @@ def ask(slurm: DevCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     """Run the command on a site; returns exit status and rows of the table."""
     monkeypatch.setenv("COLUMNS", "1000")
 
-    def run(site: Site, **options: Any) -> tuple[int, Rows]:
+    def run(site: Site, *words: str) -> tuple[int, Rows]:
         path = tmp_path / "site.toml"
         path.write_text(_toml(site), encoding="utf-8")
         with turned_to(slurm):
-            status = doctor(Namespace(site_file=path, **options))
+            status = main(["doctor", str(path), *words])
         header, *lines, _ = capsys.readouterr().out.splitlines()
         place = header.index("result")
         return status, {line[6:place].strip(): (line[:4], line[place:].strip()) for line in lines}
@@ -64,7 +63,7 @@ def own_jobs(slurm: DevCluster) -> list[str]:
 
 def test_from_the_login_node_alone_it_takes_no_job(slurm: DevCluster, ask: Any, tmp_path: Path) -> None:
     before = known_jobs(slurm)
-    status, rows = ask(site_of(tmp_path), quick=True)
+    status, rows = ask(site_of(tmp_path), "--quick")
     assert status == 0
     assert rows["shared: rename"][0] == rows["clock: slurmctld"][0] == rows["trainer"][0] == "pass"
     assert known_jobs(slurm) <= before  # Slurm may have forgotten old ones meanwhile
@@ -77,7 +76,7 @@ def test_jobs_on_all_partitions_tell_what_nodes_see_and_whom_they_reach(
     overrides = [f"run.directory={tmp_path}/run", "transport.kind=tcp", "trainer.device=cuda", "rewards.num_replicas=2",
                  "trainer.num_ranks=2"]  # fmt: skip
     site = site_of(tmp_path, trainer={"nodes": 2}, cluster={"placement": "jobs"}, rewards={"partition": "cpu"})
-    status, rows = ask(site, run_file=ROOT / "configs" / "demo.toml", overrides=overrides)
+    status, rows = ask(site, str(ROOT / "configs" / "demo.toml"), *overrides)
     failed = {check: row for check, row in rows.items() if row[0] == "fail"}
     assert not failed
     assert status == 0
@@ -118,7 +117,7 @@ def test_a_job_that_cannot_start_is_a_warning_and_is_cancelled(slurm: DevCluster
     for job in blockers:
         wait_state(slurm, job, "RUNNING")
     try:
-        status, rows = ask(site_of(tmp_path), timeout_s=60)
+        status, rows = ask(site_of(tmp_path), "--timeout-s", "60")
     finally:
         slurm.run("scancel", *map(str, blockers))
     assert status == 0
@@ -130,7 +129,7 @@ def test_a_job_that_cannot_start_is_a_warning_and_is_cancelled(slurm: DevCluster
 
 
 def test_a_refused_site_is_told_in_slurms_words_and_status_is_one(ask: Any, tmp_path: Path) -> None:
-    status, rows = ask(site_of(tmp_path, generation={"partition": "gpus"}), quick=True)
+    status, rows = ask(site_of(tmp_path, generation={"partition": "gpus"}), "--quick")
     assert status == 1
     assert rows["generation"][0] == "fail"
     assert "sbatch refuses it" in rows["generation"][1]
@@ -143,7 +142,7 @@ def test_without_slurm_the_rest_is_looked_at_all_the_same(
     site.write_text(_toml(site_of(tmp_path)), encoding="utf-8")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "300")  # no line of the table is broken
-    assert doctor(Namespace(site_file=site)) == 1
+    assert main(["doctor", str(site)]) == 1
     shown = capsys.readouterr().out
     assert "no such command here" in shown
     assert "shared: rename" in shown
@@ -166,7 +165,7 @@ def test_two_nodes_that_do_not_reach_each_other_are_told_and_the_others_are_not_
     path = tmp_path / "site.toml"
     path.write_text(_toml(site_of(tmp_path, prologue={"commands": [line]})), encoding="utf-8")
     with turned_to(cluster):
-        assert doctor(Namespace(site_file=path)) == 1
+        assert main(["doctor", str(path)]) == 1
     failed = [line[6:].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("fail")]
     assert [line.split(" on ")[0].split() for line in failed] == [
         ["generation:", "reaches", "trainer"],

@@ -287,7 +287,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(config, layout, m
 
     looked: list[object] = []
     monkeypatch.setattr(
-        "launch.doctor.command.doctor", lambda given: looked.append((given.run_file, given.overrides, given.quick)) or 0
+        "launch.doctor.command._look", lambda *given: looked.append((*given[1:], given[0].quick)) or ([], None)
     )
     for words in (["--quick", "r.toml", "a=1"], ["r.toml", "--quick", "a=1"], ["r.toml", "a=1", "--quick"]):
         assert main(["doctor", "site.toml", *words]) == 0

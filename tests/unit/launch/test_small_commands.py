@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from launch.cli import completion_script, main
-from launch.commands.arguments import command_parser
+from launch.cli import main
+from launch.commands.arguments import command_parser, completion_script
 from launch.commands.recipes import DIRECTORY, copy_recipe, known_recipes, num_gpus
 from launch.common.text import quoted
 from launch.plan.script import plan_report
