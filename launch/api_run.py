@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from numbers import Real
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -32,7 +33,6 @@ from rlhpc.config.rules import Config
 from rlhpc.config.toml import toml_value
 from rlhpc.metrics.curves import Curve
 from rlhpc.protocol.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError, RlhpcError, RoleFailed
-from rlhpc.protocol.types import Verdict
 from rlhpc.training.checkpoint_directory import policy_version_of
 
 # ------------------------------------------------------------------------------------------------------------ arguments
@@ -337,15 +337,7 @@ class Run:
         for name, bound in (("min_reward", min_reward), ("max_reward", max_reward)):
             if bound is not None and not _is_number(bound):
                 raise ConfigError(f"{name}={bound!r}; legal: a number")
-        if min_reward is not None and max_reward is not None and min_reward > max_reward:
-            raise ConfigError(f"min_reward={min_reward:g} is above max_reward={max_reward:g}: nothing is between them")
-        if verdict is not None and verdict not in (legal := [each.value for each in Verdict]):
-            raise ConfigError(f"verdict={verdict!r}; legal: {', '.join(legal)}")
-        try:
-            pattern = None if grep is None else re.compile(grep)
-        except re.error as error:
-            raise ConfigError(f"grep={grep!r}: not a regular expression: {error}") from error
-        chosen = Selection(pair, task, verdict, min_reward, max_reward, pattern)
+        chosen = Selection.of(pair, task, verdict, min_reward, max_reward, grep)
         directory = None if tokenizer is None else Path(tokenizer)
         return RunRollouts(self._layout, tokenizer_dir=directory, tell=tell or say_nothing).each(chosen)
 
@@ -401,28 +393,19 @@ def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in (*_FRAME, *parts)}
 
 
+# Columns that are fields of a rollout, and those that are not as they stand there.
 _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
-    "group_id": lambda seen: seen.group_id,
-    "sample_index": lambda seen: seen.sample_index,
-    "prompt_id": lambda seen: seen.prompt_id,
-    "task": lambda seen: seen.task,
-    "standing": lambda seen: seen.standing,
+    **{
+        name: attrgetter(name)
+        for name in ("group_id", "sample_index", "prompt_id", "task", "standing", "drop_reason", "step",
+                     "admitted_version", "trained_version", "staleness", "attempts", "reward", "verdict", "advantage",
+                     "num_tokens", "finish_reason", "prompt", "completion", "reference", "detail")
+    },
     "drop_reason": lambda seen: seen.drop_reason or None,
     "step": lambda seen: seen.step if seen.step >= 0 else None,
-    "admitted_version": lambda seen: seen.admitted_version,
     "trained_version": lambda seen: seen.trained_version if seen.trained_version >= 0 else None,
-    "staleness": lambda seen: seen.staleness,
-    "attempts": lambda seen: seen.attempts,
-    "reward": lambda seen: seen.reward,
-    "verdict": lambda seen: seen.verdict,
-    "advantage": lambda seen: seen.advantage,
     "num_tokens": lambda seen: len(seen.token_ids),
-    "finish_reason": lambda seen: seen.finish_reason,
-    "prompt": lambda seen: seen.prompt,
-    "completion": lambda seen: seen.completion,
-    "reference": lambda seen: seen.reference,
-    "detail": lambda seen: seen.detail,
-}
+}  # fmt: skip
 
 
 def _storable(value: Any) -> Any:

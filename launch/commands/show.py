@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -29,7 +29,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launch.view.rollouts import RunRollouts, SeenRollout, Selection
+    from launch.view.rollouts import SeenRollout
     from rlhpc.metrics.curves import CurveTable
 
 # -------------------------------------------------------------------------------------------------------------- command
@@ -89,12 +89,17 @@ def _check_name(file: Path | None) -> None:
 
 def show_rollouts(options: argparse.Namespace) -> int:
     """Print, or write the page.  Raises ConfigError: no run, or an option that selects nothing sensible."""
-    from launch.view.rollouts import RunRollouts, as_document, transcripts  # slow to import
+    from launch.view.rollouts import RunRollouts, Selection, as_document, transcripts  # slow to import
 
-    selection = selection_of(options)
+    bounds = options.min_reward, options.max_reward
+    selection = Selection.of(_steps(options.step), options.task, options.verdict, *bounds, options.grep)
     rollouts = RunRollouts(options.layout, tokenizer_dir=options.tokenizer, tell=_tell)
     if options.html is not None:
-        return _write_page(rollouts, selection, options)
+        from launch.view.rollouts_page import write_page
+
+        written = write_page(options.html, rollouts, _chosen(rollouts.each(selection), options.sample))
+        print(f"{options.html}: {written}")
+        return 0
     shown = [0]
     chosen = _counted(_chosen(rollouts.each(selection), options.sample), shown)
     if options.json:
@@ -102,7 +107,7 @@ def show_rollouts(options: argparse.Namespace) -> int:
             print(json_text(as_document(seen)))
         _tell(counted(shown[0], "rollout"))
         return 0
-    first = next(iter(chosen), None)
+    first = next(chosen, None)
     if first is None:
         _tell("no rollout of this run is selected")
         return 0
@@ -117,19 +122,6 @@ def _counted(rollouts: Iterator[SeenRollout], shown: list[int]) -> Iterator[Seen
         yield seen
 
 
-def selection_of(options: argparse.Namespace) -> Selection:
-    """What the options ask for.  Raises ConfigError."""
-    from launch.view.rollouts import Selection
-    from rlhpc.protocol.types import Verdict
-
-    if options.verdict is not None and options.verdict not in (legal := [each.value for each in Verdict]):
-        raise ConfigError(f"--verdict {options.verdict}; legal: {', '.join(legal)}")
-    low, high = options.min_reward, options.max_reward
-    if low is not None and high is not None and low > high:
-        raise ConfigError(f"--min-reward {low:g} is above --max-reward {high:g}: nothing is between them")
-    return Selection(_steps(options.step), options.task, options.verdict, low, high, _pattern(options.grep))
-
-
 def _steps(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
@@ -139,13 +131,6 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _pattern(text: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if text is None else re.compile(text)
-    except re.error as error:
-        raise ConfigError(f"--grep {text!r} is not a Python regular expression: {error}") from error
-
-
 def _chosen(rollouts: Iterator[SeenRollout], number: int | None) -> Iterator[SeenRollout]:
     """Choose the same ones each time, so that two people who type the same command speak of the same rollouts."""
     if number is None:
@@ -153,15 +138,6 @@ def _chosen(rollouts: Iterator[SeenRollout], number: int | None) -> Iterator[See
     from launch.view.rollouts import sample_of
 
     return iter(sample_of(rollouts, number, random.Random(0).randrange))
-
-
-def _write_page(rollouts: RunRollouts, selection: Selection, options: argparse.Namespace) -> int:
-    from launch.view.rollouts_page import write_page
-
-    rows: Iterable[SeenRollout] = _chosen(rollouts.each(selection), options.sample)
-    written = write_page(options.html, rollouts, rows)
-    print(f"{options.html}: {written}")
-    return 0
 
 
 def _tell(line: str) -> None:

@@ -5,7 +5,6 @@ Input: a run directory.  Output: RunReport.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
@@ -13,10 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from launch.common.text import three_digits
 from launch.view.charts import Scale, histogram, line_chart, nice_ticks, stacked_chart
@@ -38,12 +40,16 @@ def embedded(document: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def filled_template(name: str, *, DATA: str = "", **texts: str) -> bytes:  # noqa: N803 - named as in the template
-    """A template with @DATA@ put in as it is and every other @NAME@ as text.  A lone surrogate becomes its escape."""
-    template = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    known = {key: html.escape(value) for key, value in texts.items()} | {"DATA": DATA}
-    page = re.sub(r"@([A-Z]+)@", lambda match: known[match[1]], template)
-    return page.encode("utf-8", "backslashreplace")
+def filled_template(template: str, **content: object) -> bytes:
+    """A template beside this module; texts in it are escaped, Markup is not.  A lone surrogate becomes its escape."""
+    pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+    pages.filters |= {"digits": three_digits, "code": _with_code}
+    return pages.get_template(template).render(content).encode("utf-8", "backslashreplace")
+
+
+def _with_code(text: str) -> Markup:
+    """What is between backticks, as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))
 
 
 def write_whole(path: Path, page: bytes) -> None:
@@ -374,65 +380,24 @@ STEP_PARTS = {"trainer waits for its batch": "time/wait_for_batch_s", "training"
 
 def write_report(path: Path, report: RunReport) -> int:
     """Write the page; returns its bytes.  Raises ConfigError as write_whole."""
-    name = dict(report.headline)["run"]
-    page = filled_template("report.html", TITLE=f"Report of {name}", DATA="".join(_sections(report)))
+    view, left = report.view, len(report.story.happenings) - len(report.marks) - report.num_faults_left_out
+    page = filled_template(
+        "report.html",
+        report=report,
+        name=dict(report.headline)["run"],
+        timeline=Markup(timeline_chart(report.story, report.marks)),
+        legend=legend(report.story),
+        clock=partial(clock, with_day=True),
+        num_routine=left,
+        charts={
+            "Where the time of a step went": [*map(Markup, _step_charts(view))],
+            "Curves": [*map(Markup, _curves(view))],
+            "Distributions": [*map(Markup, _distributions(view))],
+        },
+        settings={name: json.dumps(keys, indent=1, ensure_ascii=False) for name, keys in view.settings.items()},
+    )
     write_whole(path, page)
     return len(page)
-
-
-def _sections(report: RunReport) -> Iterable[str]:
-    view = report.view
-    yield _tiles(report.headline)
-    yield _section("Recommendations", _advice(report.advice))
-    yield _section("Who worked, and who waited for whom", _timeline(report))
-    yield _section("What happened", _happenings(report))
-    yield _section("Where the time of a step went", f'<div class="charts">{"".join(_step_charts(view))}</div>')
-    yield _section("Curves", f'<div class="charts">{"".join(_curves(view))}</div>')
-    yield _section("Distributions", f'<div class="charts">{"".join(_distributions(view))}</div>')
-    yield _section(report.hours.unit, _hours(report))
-    if report.view.evaluations:
-        yield _section("Evaluations", _evaluations(report))
-    yield _section("Settings", _settings(view))
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
-
-
-def _tiles(rows: Sequence[tuple[str, str]]) -> str:
-    tiles = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows[1:])
-    return f'<dl class="tiles">{tiles}</dl>'
-
-
-def _advice(said: Sequence[str]) -> str:
-    if not said:
-        return '<p class="note">None: no process idles, and no metric is out of bounds.</p>'
-    items = (re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(each)) for each in said)
-    return f"<ul>{''.join(f'<li>{each}</li>' for each in items)}</ul>"
-
-
-def _timeline(report: RunReport) -> str:
-    colours = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(what)}</span>' for colour, what in legend(report.story)
-    )
-    return f'{timeline_chart(report.story, report.marks)}<p class="legend">{colours}</p>'
-
-
-def _happenings(report: RunReport) -> str:
-    if not report.marks:
-        return '<p class="note">Nothing is recorded.</p>'
-    rows = [
-        f'<tr class="{"fault" if each.is_fault else ""}"><td>{number}</td>'
-        f"<td>{clock(each.unix_time_s, with_day=True)}</td>"
-        f"<td>{'' if each.attempt < 0 else each.attempt}</td><td>{escape(each.who)}</td><td>{escape(each.kind)}</td>"
-        f'<td class="text">{escape(each.brief)}</td></tr>'
-        for number, each in report.marks
-    ]
-    num_faults = report.num_faults_left_out
-    left = len(report.story.happenings) - len(rows) - num_faults
-    parts = [f"{num_faults} earlier faults"] * bool(num_faults) + [f"{left} that go without saying"] * bool(left)
-    more = f'<p class="note">Left out: {", and ".join(parts)}.</p>' if parts else ""
-    return _table(("", "time", "attempt", "who", "what", ""), rows) + more
 
 
 def _step_charts(view: RunView) -> Iterable[str]:
@@ -474,46 +439,3 @@ def _distributions(view: RunView) -> Iterable[str]:
     yield histogram("Staleness of trained rollouts", sampled.staleness, x_label="versions")
     yield histogram("Completions, trained", sampled.lengths_trained, x_label="tokens")
     yield histogram("Completions, dropped", sampled.lengths_dropped, x_label="tokens")
-
-
-def _hours(report: RunReport) -> str:
-    hours = report.hours
-    if not hours.by_use and not hours.by_job:
-        return '<p class="note">Not known: no timeline is recorded.</p>'
-    ordered = sorted(hours.by_use.items(), key=lambda each: -each[1])
-    rows = [
-        f'<tr><td class="text">{escape(use)}</td><td>{three_digits(value)}</td><td>{value / hours.total:.0%}</td>'
-        f'<td><i class="bar" style="width:{160 * value / hours.total:.0f}px"></i></td></tr>'
-        for use, value in ordered
-    ]
-    jobs = [
-        f'<tr><td class="text">job {escape(job)}</td><td>{three_digits(value)}</td></tr>'
-        for job, value in hours.by_job.items()
-    ]
-    by_job = _table(("allocated, of each job", "GPU-hours"), jobs) if jobs else ""
-    return f'<div class="beside">{_table(("use", hours.unit, "", ""), rows) if rows else ""}{by_job}</div>'
-
-
-def _evaluations(report: RunReport) -> str:
-    rows = [
-        f'<tr><td class="text">{escape(name)}</td><td>{step}</td><td class="text">{escape(figure)}</td>'
-        f"<td>{worth['value']:.3f}</td><td>{worth['low']:.3f} to {worth['high']:.3f}</td></tr>"
-        for name, steps in report.view.evaluations.items()
-        for step, found in steps.items()
-        for figure, worth in found.items()
-        if {"value", "low", "high"} <= worth.keys()
-    ]
-    return _table(("dataset", "step", "figure", "value", "95 %"), rows)
-
-
-def _settings(view: RunView) -> str:
-    sections = []
-    for name, keys in view.settings.items():
-        text = json.dumps(keys, indent=1, ensure_ascii=False)
-        sections.append(f"<details><summary>[{escape(name)}]</summary><pre>{escape(text)}</pre></details>")
-    return "".join(sections)
-
-
-def _table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from rlhpc.config.file import read_resolved
 from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import ConfigError, JournalError, RoleFailed, SegmentError
-from rlhpc.protocol.types import Bool, Float32, Int32, RolloutGroup, ScoredRollout
+from rlhpc.protocol.types import Bool, Float32, Int32, RolloutGroup, ScoredRollout, Verdict
 
 # ---------------------------------------------------------------------------------------------------------------- texts
 #
@@ -252,6 +252,29 @@ class Selection:
     min_reward: float | None = None
     max_reward: float | None = None
     pattern: re.Pattern[str] | None = None  # found in prompt, completion, reference or the verifier's line
+
+    @classmethod
+    def of(
+        cls,
+        steps: tuple[int, int] | None,
+        task: str | None,
+        verdict: str | None,
+        min_reward: float | None,
+        max_reward: float | None,
+        grep: str | None,
+    ) -> Self:
+        """Make one of what somebody asks for.  Raises ConfigError in the words of `rlhpc rollouts`."""
+        if verdict is not None and verdict not in (legal := [each.value for each in Verdict]):
+            raise ConfigError(f"--verdict {verdict}; legal: {', '.join(legal)}")
+        if min_reward is not None and max_reward is not None and min_reward > max_reward:
+            raise ConfigError(
+                f"--min-reward {min_reward:g} is above --max-reward {max_reward:g}: nothing is between them"
+            )
+        try:
+            pattern = None if grep is None else re.compile(grep)
+        except re.error as error:
+            raise ConfigError(f"--grep {grep!r} is not a Python regular expression: {error}") from error
+        return cls(steps, task, verdict, min_reward, max_reward, pattern)
 
     def wants_step(self, step: int) -> bool:
         """False if no member of that step's groups is selected; -1: of a group of no step."""

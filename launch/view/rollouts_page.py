@@ -19,6 +19,8 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from launch.view.report import embedded, filled_template, write_whole
 from launch.view.rollouts import RunRollouts, SeenRollout, Texts
 
@@ -113,7 +115,7 @@ def write_page(path: Path, rollouts: RunRollouts, rows: Iterable[SeenRollout], m
     room = most_bytes - (Path(__file__).parent / _TEMPLATE).stat().st_size - _size(index.columns)
     contents.take_in(drawn.groups(), room)
     document = _document(rollouts, index, contents, num_left_out)
-    page = filled_template(_TEMPLATE, TITLE=f"Rollouts of {rollouts.layout.root.name}", DATA=embedded(document))
+    page = filled_template(_TEMPLATE, name=rollouts.layout.root.name, data=Markup(embedded(document)))
     write_whole(path, page)
     return Written(len(index.columns["step"]), len(contents.full), num_left_out, len(page))
 

@@ -33,7 +33,7 @@ DOORS = {
     "shtab": set(),
     "numba": {"rlhpc"},  # rlhpc/base/native.py
     "pyarrow": {"rlhpc/data"},
-    "jinja2": {"rlhpc/data"},
+    "jinja2": {"rlhpc/data", "launch/view"},
     "tokenizers": {"rlhpc/data", "launch/demo"},
     "mpmath": {"rlhpc/rewards"},
     "bm25s": {"rlhpc/environments"},
