@@ -9,7 +9,7 @@ import importlib.util
 import itertools
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
         share = found.num_references_longer / found.num_references_counted
         limit = config.max_completion_tokens(place)
         said.append(f"warning     {share:.1%} of the references have more tokens than completions may have ({limit:,})")
-    said += [*control_tokens(found), *_what_prompts_tell(config, place, found)]
+    said += [f"warning     {each}" for each in _what_prompts_tell(config, place, found)]
     tasks = {part for task in config.data[place].all_tasks for part in config.parts_of(task)}
     if "math_answer" in tasks and not any(mark in found.example for mark in MARKS):
         said.append(
@@ -67,74 +67,77 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
     return said
 
 
-def control_tokens(found: DatasetSummary) -> list[str]:
-    """A warning where records speak in the model's control tokens, as a text from the web may."""
-    if not found.num_spelling_control:
-        return []
-    return [
-        f"warning     {found.num_spelling_control:,} of {found.num_records:,} records spell control tokens in their "
-        f"own text, the first {found.spelling_control}; the model reads them as the ends of messages"
-    ]
-
-
-def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> list[str]:
-    """A warning where prompts tell their answer, are mostly the same, have places for pictures, or are too few."""
-    said, data = [], config.data[place]
+def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> Iterator[str]:
+    """Warn of prompts that spell control tokens, tell their answer, repeat themselves, or have places for pictures."""
+    data = config.data[place]
+    if found.num_spelling_control:  # as a text from the web may
+        yield (
+            f"{found.num_spelling_control:,} of {found.num_records:,} records spell control tokens in their own text, "
+            f"the first {found.spelling_control}; the model reads them as the ends of messages"
+        )
     if found.num_showing_reference >= _MOST_PROMPTS * found.num_records:
-        said.append(
-            f"warning     {found.num_showing_reference:,} of {found.num_records:,} prompts tell the answer that is "
-            f"looked for (data.reference_field={data.reference_field!r}): to copy it is rewarded. In a template a "
-            "literal brace is doubled: \\boxed{{answer}}"
+        yield (
+            f"{found.num_showing_reference:,} of {found.num_records:,} prompts tell the answer that is looked for "
+            f"(data.reference_field={data.reference_field!r}): to copy it is rewarded. In a template a literal brace "
+            "is doubled: \\boxed{{answer}}"
         )
     if 0 < found.num_distinct < _MOST_PROMPTS * found.num_records:
-        said.append(
-            f"warning     only {counted(found.num_distinct, 'prompt')} of {found.num_records:,} differ: "
-            f"{_keys_of_prompt(config, place)} may name the wrong field, or the dataset repeats itself"
+        field, template = data.prompt_field, data.prompt_template
+        key = f"data.prompt_field={field!r}" if field else f"prompt_template={template!r}"
+        yield (
+            f"only {counted(found.num_distinct, 'prompt')} of {found.num_records:,} differ: "
+            f"{key} may name the wrong field, or the dataset repeats itself"
         )
     if found.num_with_pictures:
         beside = f", and records have {found.picture_field!r}, which nobody reads" if found.picture_field else ""
-        said.append(
-            f"warning     {found.num_with_pictures:,} of {found.num_records:,} prompts have a place for a picture or a "
-            f"sound (<image> or the like){beside}: models here read texts, and take it for a word"
+        yield (
+            f"{found.num_with_pictures:,} of {found.num_records:,} prompts have a place for a picture or a sound "
+            f"(<image> or the like){beside}: models here read texts, and take it for a word"
         )
-    return said
 
 
-def few_records(config: Config, found: Sequence[DatasetSummary]) -> list[str]:
-    """A warning where a step takes more prompts than all datasets have."""
-    number, groups = sum(each.num_records for each in found), config.admission.groups_per_step
-    if number >= groups:
-        return []
-    return [
-        f"warning     admission.groups_per_step={groups}, and the datasets have {counted(number, 'record')}: a step "
-        "takes the same prompt several times"
-    ]
+def prompt_warnings(config: Config, tokenizer: PromptTokenizer, found: Sequence[DatasetSummary]) -> Iterator[str]:
+    """Warn of today's date in prompts, of thinking that is judged, of prompts that end an answer or name no tools.
 
-
-def _keys_of_prompt(config: Config, place: int) -> str:
-    data = config.data[place]
-    return (
-        f"data.prompt_field={data.prompt_field!r}" if data.prompt_field else f"prompt_template={data.prompt_template!r}"
-    )
-
-
-def untold_tools(config: Config, found: Sequence[DatasetSummary]) -> list[str]:
-    """A warning for tools that the first prompt does not name."""
-    said = []
+    found: of each dataset.
+    """
+    if tokenizer.writes_date and any(each.may_be_chat or each.environment for each in config.data):
+        yield (
+            "the chat template writes today's date, so that prompts change from day to day, also within a run; "
+            "model.chat_template_kwargs can set it, if the template has a variable for it"
+        )
     for data, summary in zip(config.data, found, strict=True):
+        tasks = {part for task in data.all_tasks for part in config.parts_of(task)} & JUDGE_EVERYTHING
+        if tokenizer.may_think and tasks and data.may_be_chat and not data.thinking_end and not data.environment:
+            yield (
+                f"{data.title}: {', '.join(sorted(tasks))} may judge the model's thinking too; "
+                f'data.thinking_end = "{THINKING_END}" leaves it out, if the model thinks'
+            )
+        if not data.environment and summary.last_token in tokenizer.stop_token_ids:
+            yield (
+                f"the prompt of {summary.example_source} ends with {_last_token(tokenizer, summary)!r}, which ends a "
+                "completion: the chat template may lack what begins an answer (add_generation_prompt)"
+            )
         untold = [name for name in config.environment.tools if name not in summary.example]
         if data.environment == "tools" and untold:
-            said.append(
-                f"warning     environment.tools: the prompt names no {', '.join(untold)}: the chat template has no "
-                "place for tools, and the model learns of them from nobody; a system_prompt, or a template that writes "
-                "`tools`, can tell it"
+            yield (
+                f"environment.tools: the prompt names no {', '.join(untold)}: the chat template has no place for "
+                "tools, and the model learns of them from nobody; a system_prompt, or a template that writes `tools`, "
+                "can tell it"
             )
-    return said
+    number, groups = sum(each.num_records for each in found), config.admission.groups_per_step
+    if number < groups:
+        yield (
+            f"admission.groups_per_step={groups}, and the datasets have {counted(number, 'record')}: a step takes the "
+            "same prompt several times"
+        )
 
 
 def refuse_ended_prompts(data: DataConfig, tokenizer: PromptTokenizer, found: DatasetSummary) -> None:
     """Raises ConfigError where the tokenizer puts an end of sequence behind every prompt: nothing is to come then."""
-    if data.environment or found.last_token not in tokenizer.stop_token_ids or _spells_its_end(tokenizer, found):
+    if data.environment or found.last_token not in tokenizer.stop_token_ids:
+        return
+    if found.example.endswith(_last_token(tokenizer, found)):  # by its own text: a warning
         return
     raise ConfigError(
         f"model.path: tokenizer.json puts {_last_token(tokenizer, found)!r}, which ends a completion, behind the "
@@ -143,48 +146,8 @@ def refuse_ended_prompts(data: DataConfig, tokenizer: PromptTokenizer, found: Da
     )
 
 
-def ended_prompts(config: Config, tokenizer: PromptTokenizer, found: Sequence[DatasetSummary]) -> list[str]:
-    """A warning where a prompt ends by its own text with what ends a completion."""
-    return [
-        f"warning     the prompt of {each.example_source} ends with {_last_token(tokenizer, each)!r}, which ends a "
-        "completion: the chat template may lack what begins an answer (add_generation_prompt)"
-        for data, each in zip(config.data, found, strict=True)
-        if not data.environment and each.last_token in tokenizer.stop_token_ids
-    ]
-
-
 def _last_token(tokenizer: PromptTokenizer, found: DatasetSummary) -> str:
     return tokenizer.decode([found.last_token], keep_special_tokens=True)
-
-
-def _spells_its_end(tokenizer: PromptTokenizer, found: DatasetSummary) -> bool:
-    return found.example.endswith(_last_token(tokenizer, found))
-
-
-def date_in_prompts(config: Config, tokenizer: PromptTokenizer) -> list[str]:
-    """A warning where the chat template writes today's date into prompts."""
-    has_chats = any(each.may_be_chat or each.environment for each in config.data)
-    if not has_chats or not tokenizer.writes_date:
-        return []
-    return [
-        "warning     the chat template writes today's date, so that prompts change from day to day, also within a run; "
-        "model.chat_template_kwargs can set it, if the template has a variable for it"
-    ]
-
-
-def thinking_in_answers(config: Config, tokenizer: PromptTokenizer) -> list[str]:
-    """A warning for each dataset where the model may think, and what it thinks is judged."""
-    if not tokenizer.may_think:
-        return []
-    said = []
-    for dataset in config.data:
-        tasks = {part for task in dataset.all_tasks for part in config.parts_of(task)} & JUDGE_EVERYTHING
-        if tasks and dataset.may_be_chat and not dataset.thinking_end and not dataset.environment:
-            said.append(
-                f"warning     {dataset.title}: {', '.join(sorted(tasks))} may judge the model's thinking too; "
-                f'data.thinking_end = "{THINKING_END}" leaves it out, if the model thinks'
-            )
-    return said
 
 
 def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None, stop: Sequence[str] = ()) -> str:

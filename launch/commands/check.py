@@ -10,16 +10,7 @@ from launch.checks.bias import biases, doubtful, unusual
 from launch.checks.memory_verdict import memory_report
 from launch.checks.model_files import other_tokens, refuse_made_up_tensors
 from launch.checks.own_code import try_own_code, untried_code
-from launch.checks.preflight import (
-    date_in_prompts,
-    ended_prompts,
-    few_records,
-    first_prompt,
-    preflight,
-    stop_tokens,
-    thinking_in_answers,
-    untold_tools,
-)
+from launch.checks.preflight import first_prompt, preflight, prompt_warnings, stop_tokens
 from launch.commands.arguments import refuse_missing
 from launch.common.text import counted
 from launch.doctor.gpus import gpus_here
@@ -81,12 +72,7 @@ def _check_run_file(options: argparse.Namespace) -> int:
     has_dialogues = any(dataset.environment for dataset in config.data)
     template = dialogue_template(config, findings.tokenizer) if has_dialogues else None
     tokenizer = findings.tokenizer
-    warnings = [*date_in_prompts(config, tokenizer), *thinking_in_answers(config, tokenizer)]
-    warnings += [
-        *ended_prompts(config, tokenizer, findings.datasets),
-        *untold_tools(config, findings.datasets),
-        *few_records(config, findings.datasets),
-    ]
+    warnings = [f"warning     {each}" for each in prompt_warnings(config, tokenizer, findings.datasets)]
     warnings += other_tokens(config.model.path, tokenizer, [found.example for found in findings.datasets])
     print("\n".join([stop_tokens(tokenizer, template, config.generation.stop), *warnings]))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []

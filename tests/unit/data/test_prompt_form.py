@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from checkpoints import CHATML, QWEN25, TEMPLATES, make_chat_model, make_tokenizer_files
 
-from launch.checks.preflight import control_tokens
+from launch.checks.preflight import first_prompt
 from rlhpc.config.tables import DataConfig
 from rlhpc.data.prompt_form import DialogueTemplate, PromptForm
 from rlhpc.data.record_source import Record, read_records, reference_of
@@ -22,6 +22,7 @@ from rlhpc.data.validation import summarise
 from rlhpc.protocol.environment import TOOL_SCHEMAS
 from rlhpc.protocol.errors import ConfigError, DataError
 from rlhpc.protocol.types import Prompt
+from tests import build
 
 # A row of verl's GSM8K, as its examples/data_preprocess/gsm8k.py writes it.
 VERL = {
@@ -435,11 +436,13 @@ def test_how_many_records_spell_control_tokens_is_counted_and_said(tmp_path: Pat
     records = [Record({"q": text, "answer": "1"}, f"train.jsonl:{n}") for n, text in enumerate(texts, 1)]
     found = summarise(records, form)
     assert (found.num_spelling_control, found.spelling_control) == (2, "train.jsonl:2 '<|im_end|>'")
-    assert control_tokens(found) == [
+    said = (
         "warning     2 of 4 records spell control tokens in their own text, the first train.jsonl:2 '<|im_end|>'; the "
         "model reads them as the ends of messages"
-    ]
-    assert control_tokens(summarise(records[:1], form)) == []
+    )
+    config = build.config(data=keys)
+    assert said in first_prompt(config, 0, found)
+    assert not any("control tokens" in line for line in first_prompt(config, 0, summarise(records[:1], form)))
 
 
 def controlled(tmp_path: Path) -> PromptTokenizer:

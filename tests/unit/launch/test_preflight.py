@@ -18,15 +18,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from launch.checks.bias import unusual
 from launch.checks.model_files import other_tokens, refuse_made_up_tensors
-from launch.checks.preflight import (
-    date_in_prompts,
-    few_records,
-    first_prompt,
-    preflight,
-    stop_tokens,
-    thinking_in_answers,
-    untold_tools,
-)
+from launch.checks.preflight import first_prompt, preflight, prompt_warnings, stop_tokens
 from launch.cli import main
 from launch.plan.gpu_map import GpuMap
 from launch.plan.processes import describe_plan
@@ -163,27 +155,30 @@ def test_places_for_pictures_are_a_warning():
     assert "and records have 'images', which nobody reads" in line
 
 
-def test_fewer_records_than_a_step_takes_are_a_warning():
-    (line,) = few_records(CONFIG, [replace(found("Q"), num_records=1)])
+def test_fewer_records_than_a_step_takes_are_a_warning(tmp_path):
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path))
+    (line,) = prompt_warnings(CONFIG, tokenizer, [replace(found("Q"), num_records=1)])
     assert "admission.groups_per_step=2, and the datasets have 1 record" in line
-    assert few_records(CONFIG, [found("Q")]) == []
+    assert [*prompt_warnings(CONFIG, tokenizer, [found("Q")])] == []
 
 
-def test_tools_that_no_prompt_names_are_a_warning():
+def test_tools_that_no_prompt_names_are_a_warning(tmp_path):
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path))
     settings = {"task": "regex", "environment": "tools", "use_chat_template": True}
     config = build.config(data=settings, environment={"tools": ["calculator"]})
-    (line,) = untold_tools(config, [found("Q")])
+    (line,) = prompt_warnings(config, tokenizer, [found("Q")])
     assert "the prompt names no calculator" in line
-    assert untold_tools(config, [found("You have a calculator.")]) == []
+    assert [*prompt_warnings(config, tokenizer, [found("You have a calculator.")])] == []
 
 
 def test_a_date_in_prompts_is_a_warning_unless_it_is_set(tmp_path):
     template = "{% if not day is defined %}{% set day = strftime_now('%d') %}{% endif %}{{ day }}"
     make_tokenizer_files(tmp_path, chat_template=template)
     chat = CONFIG.model_copy(update={"data": (CONFIG.data[0].model_copy(update={"use_chat_template": True}),)})
-    assert "writes today's date" in date_in_prompts(chat, PromptTokenizer(tmp_path))[0]
-    assert date_in_prompts(chat, PromptTokenizer(tmp_path, {"day": "1"})) == []
-    assert date_in_prompts(CONFIG, PromptTokenizer(tmp_path)) == []
+    (line,) = prompt_warnings(chat, PromptTokenizer(tmp_path), [found("Q")])
+    assert "writes today's date" in line
+    assert [*prompt_warnings(chat, PromptTokenizer(tmp_path, {"day": "1"}), [found("Q")])] == []
+    assert [*prompt_warnings(CONFIG, PromptTokenizer(tmp_path), [found("Q")])] == []
 
 
 def test_thinking_that_is_judged_too_is_a_warning_unless_it_is_left_out(tmp_path):
@@ -194,8 +189,8 @@ def test_thinking_that_is_judged_too_is_a_warning_unless_it_is_left_out(tmp_path
         data = CONFIG.data[0].model_copy(update={"use_chat_template": True, **changes})
         return CONFIG.model_copy(update={"data": (data,)})
 
-    assert thinking_in_answers(config(), thinks) == [
-        "warning     train: regex may judge the model's thinking too; "
+    assert [*prompt_warnings(config(), thinks, [found("Q")])] == [
+        "train: regex may judge the model's thinking too; "
         'data.thinking_end = "</think>" leaves it out, if the model thinks'
     ]
     for settings in (
@@ -204,8 +199,8 @@ def test_thinking_that_is_judged_too_is_a_warning_unless_it_is_left_out(tmp_path
         config(use_chat_template=False),
         config(environment="tools"),
     ):
-        assert thinking_in_answers(settings, thinks) == []
-    assert thinking_in_answers(config(), plain) == []
+        assert [*prompt_warnings(settings, thinks, [found("Q")])] == []
+    assert [*prompt_warnings(config(), plain, [found("Q")])] == []
 
 
 def test_a_model_without_an_end_is_a_warning(tmp_path):
