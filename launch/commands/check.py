@@ -20,7 +20,6 @@ from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from launch.plan.site_file import load_site
 from launch.run_directory.owner import holds_something
-from launch.verify.audit import check_run_directory
 from rlhpc.base.host_address import refuse_foreign_network
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
@@ -34,6 +33,8 @@ _LONGEST_NAME = 255  # bytes, of one name in a path
 def check(options: argparse.Namespace) -> int:
     """Check a run file, or the files of a run.  Raises ConfigError for what is illegal."""
     if options.run_file.is_dir():
+        from launch.verify.audit import check_run_directory  # loads zmq
+
         return check_run_directory(options)
     if not options.run_file.exists() and options.run_file.suffix != ".toml":
         refuse_missing(options.run_file, "file or directory")
