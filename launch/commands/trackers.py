@@ -101,6 +101,7 @@ def num_steps_in(file: Path) -> int:
 
 
 PROJECT = "rlhpc"  # `wandb sync --project` names another
+Row = tuple[int, float, dict[str, float]]  # step, unix time in seconds, points
 
 
 def write_wandb(directory: Path, run: ExportedRun) -> str:
@@ -108,8 +109,7 @@ def write_wandb(directory: Path, run: ExportedRun) -> str:
 
     Raises ConfigError: wandb is not installed, or it could not write all, in which case the earlier one is still there.
     """
-    os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports of its own crashes go over the network
-    wandb = optional_module("wandb", "wandb")
+    wandb = _library()
     directory.mkdir(parents=True, exist_ok=True)
     earlier = [*(directory / "wandb").glob(f"offline-run-*-{run.identity}")]
     with ExitStack() as undo:
@@ -117,7 +117,7 @@ def write_wandb(directory: Path, run: ExportedRun) -> str:
             path.rename(_aside(path))
             undo.callback(_aside(path).rename, path)
         try:
-            written = _write(wandb, directory.resolve(), run)
+            written = _write(wandb, directory, run)
         except (wandb.errors.Error, OSError) as error:
             raise ConfigError(f"--wandb {directory}: {error}") from error
         undo.pop_all()
@@ -131,30 +131,25 @@ def _aside(path: Path) -> Path:
 
 
 def _write(wandb: ModuleType, directory: Path, exported: ExportedRun) -> Path:
-    run = wandb.init(
-        project=PROJECT,
-        id=exported.identity,
-        name=exported.view.name,
-        dir=str(directory),
-        config=exported.view.settings,
-        settings=settings_for(wandb, "offline"),
-    )
-    began = exported.table.unix_times_s[0]
-    for step, unix_time_s, points in exported.table.rows():
-        run.log({**points, "_timestamp": unix_time_s, "_runtime": unix_time_s - float(began)}, step=step)
-    run.finish()
-    wandb.teardown()  # waits for the process that writes: it has not written all when finish() returns
+    run = _begun(wandb, directory, exported, "offline", project=PROJECT)
+    for row in exported.table.rows():
+        _log(run, row, float(exported.table.unix_times_s[0]))
     written, wanted = Path(run.settings.sync_dir), len(exported.table.steps)
-    num_steps = num_steps_in(Path(run.settings.sync_file))
-    if num_steps < wanted:
+    if (num_steps := _num_written(wandb, run)) < wanted:
         shutil.rmtree(written)
         raise OSError(f"{num_steps} of {wanted} steps could be written: is the disk full?")
     return written
 
 
-def settings_for(wandb: ModuleType, mode: str) -> Any:
-    """Return settings with which wandb records nothing but what it is given."""
-    return wandb.Settings(
+def _library() -> ModuleType:
+    """The package wandb.  Raises ConfigError: it is not installed."""
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports of its own crashes go over the network
+    return optional_module("wandb", "wandb")
+
+
+def _begun(wandb: ModuleType, directory: Path, exported: ExportedRun, mode: str, **how: str) -> Any:
+    """A run of wandb, which records nothing but what it is given."""
+    settings = wandb.Settings(
         mode=mode,
         console="off",  # what this command prints is nothing of the run
         silent=True,
@@ -165,6 +160,21 @@ def settings_for(wandb: ModuleType, mode: str) -> Any:
         disable_code=True,
         disable_job_creation=True,
     )
+    who = {"id": exported.identity, "name": exported.view.name, "config": exported.view.settings}
+    return wandb.init(dir=str(directory.resolve()), settings=settings, **who, **how)
+
+
+def _log(run: Any, row: Row, began_s: float) -> None:
+    """One step; it is written now, and not with the next one."""
+    step, unix_time_s, points = row
+    run.log({**points, "_timestamp": unix_time_s, "_runtime": unix_time_s - began_s}, step=step, commit=True)
+
+
+def _num_written(wandb: ModuleType, run: Any) -> int:
+    """End a run; the number of steps that are in its file."""
+    run.finish()
+    wandb.teardown()  # waits for the process that writes: it has not written all when finish() returns
+    return num_steps_in(Path(run.settings.sync_file))
 
 
 # --------------------------------------------------------------------------------------------------------- wandb follow
@@ -183,8 +193,6 @@ def settings_for(wandb: ModuleType, mode: str) -> Any:
 EVALUATION, EVALUATION_STEP = "evaluation/", "evaluation/step"
 LOOKS_COST = 0.05  # share of the time that reading the event files may take: they grow with the run
 
-Row = tuple[int, float, dict[str, float]]  # step, unix time in seconds, points
-
 
 def follow_wandb(directory: Path, layout: RunLayout, patterns: Sequence[str] = ()) -> int:
     """Send what is there, then each step as it comes, until the run is over; return the exit status.
@@ -192,8 +200,7 @@ def follow_wandb(directory: Path, layout: RunLayout, patterns: Sequence[str] = (
     directory: of wandb's own files.  patterns: of the metrics wanted, as for RunView.metric_table; none: all.
     Raises ConfigError: wandb is not installed, not logged in, or does not reach its server; RunDirectoryError; OSError.
     """
-    os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports of its own crashes go over the network
-    wandb = optional_module("wandb", "wandb")
+    wandb = _library()
     layout.require_run()
     ended = now_and_then(lambda: is_over(layout), ASK_SLURM_S if RunView(layout).is_slurm_run else LOOK_S)
     sent = None
@@ -227,15 +234,8 @@ class _Sent:
             raise ConfigError(f"WANDB_MODE={mode}: nothing would be sent; legal: online, offline")
         self._wandb, self._patterns = wandb, patterns
         self._began_s, self._num_sent = float(exported.table.unix_times_s[0]), 0
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=exported.identity,
-            name=exported.view.name,
-            dir=str(directory.resolve()),
-            config=exported.view.settings,
-            resume="allow",
-            settings=settings_for(wandb, mode),
-        )
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        self._run = _begun(wandb, directory, exported, mode, project=project, resume="allow")
         self._run.define_metric(f"{EVALUATION}*", step_metric=EVALUATION_STEP)
         self.next_step = int(self._run.starting_step)  # behind what an earlier command has sent
         where = self._run.url or self._run.settings.sync_dir
@@ -258,8 +258,7 @@ class _Sent:
     def _send(self, table: CurveTable, is_last: bool, is_complete: bool) -> None:
         for step, unix_time_s, points in rows_to_send(table, self.next_step, is_last, is_complete):
             wanted = {name: worth for name, worth in points.items() if self._is_wanted(name)}
-            times = {"_timestamp": unix_time_s, "_runtime": unix_time_s - self._began_s}
-            self._run.log({**wanted, **times}, step=step, commit=True)  # not with the next one
+            _log(self._run, (step, unix_time_s, wanted), self._began_s)
             self.next_step, self._num_sent = step + 1, self._num_sent + 1
 
     def _is_wanted(self, name: str) -> bool:
@@ -269,9 +268,7 @@ class _Sent:
 
     def finish(self) -> None:
         """Wait until wandb has sent all.  Raises ConfigError: it could not write its own files."""
-        self._run.finish()
-        self._wandb.teardown()
-        if num_steps_in(Path(self._run.settings.sync_file)) < self._num_sent:
+        if _num_written(self._wandb, self._run) < self._num_sent:
             raise ConfigError(f"{self._run.settings.sync_dir}: not all steps could be written: is the disk full?")
         if self._num_sent:
             _say(

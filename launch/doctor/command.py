@@ -40,6 +40,7 @@ from launch.plan.script import shared_layout
 from launch.plan.site_file import Site, load_site
 from launch.slurm.cluster_facts import ask_cluster, slurm_versions
 from launch.slurm.commands import SlurmError
+from rlhpc.base.files import write_atomically
 from rlhpc.base.processes import own_home, own_name
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config
@@ -164,12 +165,8 @@ def write_report(
     Raises ConfigError if there is no place for it.
     """
     text = redact(report_text(findings, reports, files, error, environment), Private.here(environment))
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-        partial.replace(path)
+        write_atomically(path, text.encode(), mode=0o600)
     except OSError as trouble:
         raise ConfigError(
             f"--report {path}: cannot be written ({trouble.strerror}); legal: a file in a directory of yours"

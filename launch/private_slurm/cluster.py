@@ -93,7 +93,7 @@ class DevCluster:
         first_job_id = 1_000_000 + (int(time.time()) + os.getpid() % 1000 * 9000) % 9_000_000
         prefix = str(installation.prefix) if installation.prefix else None
         description = Description(shape, prefix, first_job_id)
-        layout.description.write_text(description.encode(), encoding="utf-8")
+        layout.description.write_bytes(description.encode())
         return cls(root, description, dies_with_parent=dies_with_parent)
 
     @classmethod
@@ -102,11 +102,10 @@ class DevCluster:
         root = root.resolve()
         check_owner(root)
         try:
-            text = ClusterLayout(root).description.read_text(encoding="utf-8")
-            return cls(root, Description.decode(text))
+            return cls(root, Description.decode(ClusterLayout(root).description.read_bytes()))
         except (FileNotFoundError, NotADirectoryError):
             raise RunDirectoryError(f"{root}: no dev cluster here; `rlhpc cluster up {root}` creates one") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise RunDirectoryError(f"{root}/cluster.json: damaged ({error}); delete {root}") from None
 
     def __enter__(self) -> Self:

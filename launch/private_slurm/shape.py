@@ -6,16 +6,16 @@ are preempted by those of `train` and `gen` on the same nodes.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+
+from pydantic import TypeAdapter
 
 from launch.private_slurm.packages import Installation, SlurmMissing
 from rlhpc.protocol.errors import ConfigError, RoleFailed, RunDirectoryError
@@ -337,21 +337,14 @@ class Description:
     prefix: str | None
     first_job_id: int
 
-    def encode(self) -> str:
+    def encode(self) -> bytes:
         """The shape as JSON."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return TypeAdapter(Description).dump_json(self, indent=1)
 
     @classmethod
-    def decode(cls, text: str) -> Self:
-        """Read the shape from JSON."""
-        raw = json.loads(text)
-        shape = ClusterShape(
-            tuple(NodeGroup(**{**each, "features": tuple(each["features"])}) for each in raw["shape"]["groups"]),
-            tuple(Partition(**{**each, "groups": tuple(each["groups"])}) for each in raw["shape"]["partitions"]),
-            Times(**raw["shape"]["times"]),
-            *(raw["shape"][flag] for flag in ("has_accounting", "enforces_limits", "has_networks")),
-        )
-        return cls(shape, raw["prefix"], raw["first_job_id"])
+    def decode(cls, text: bytes) -> Description:
+        """Read the shape from JSON.  Raises ValueError: not one."""
+        return TypeAdapter(Description).validate_json(text)
 
 
 def default_shape(
