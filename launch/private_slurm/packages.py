@@ -198,24 +198,35 @@ class _Apt:
 
     def run(self, *arguments: str, directory: Path | None = None) -> str:
         """apt-get with its settings.  Raises SlurmMissing with the last error."""
-        environment = {**os.environ, "LC_ALL": "C", "APT_CONFIG": str(self._config)}
-        try:
-            done = subprocess.run(
-                ["apt-get", "-q", *arguments], cwd=directory, env=environment, capture_output=True, text=True,
-                check=False, timeout=_RELEASE_FETCH_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise SlurmMissing(
-                f"Debian {self._suite}: its packages were not downloaded within {_RELEASE_FETCH_S:.0f} s"
-            ) from None
-        if done.returncode:
-            said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("E:")]
-            reason = (said or ["no reason given"])[0].removeprefix("E:").strip()
-            raise SlurmMissing(
-                f"Debian {self._suite}: apt does not deliver it ({reason}); it takes a network and the archive that "
-                "this machine's own packages come from"
-            )
-        return done.stdout
+        remedy = "it takes a network and the archive that this machine's own packages come from"
+        return _said(
+            ("apt-get", "-q", *arguments),
+            (f"Debian {self._suite}", remedy),
+            directory,
+            _RELEASE_FETCH_S,
+            APT_CONFIG=str(self._config),
+        )
+
+
+def _said(
+    command: Sequence[str], words: tuple[str, str], directory: Path | None, limit_s: float, **variables: str
+) -> str:
+    """What a command of apt prints.  words: what is wanted, and what to do if apt does not have it.
+
+    Raises SlurmMissing.
+    """
+    (wanted, remedy), environment = words, {**os.environ, "LC_ALL": "C", **variables}
+    try:
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmMissing(f"{wanted}: its packages were not downloaded within {limit_s:.0f} s") from None
+    if done.returncode:
+        said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("E:")]
+        reason = (said or ["no reason given"])[0].removeprefix("E:").strip()
+        raise SlurmMissing(f"{wanted}: apt does not deliver it ({reason}); {remedy}")
+    return done.stdout
 
 
 def _archive() -> str:
@@ -313,13 +324,14 @@ def installed(*, has_accounting: bool = False) -> Installation | None:
 
 
 def private(cache: Path | None = None, *, has_accounting: bool = False, release: str | None = None) -> Installation:
-    """The prefix in the user's cache; fetched if missing.  Raises SlurmMissing.
+    """The prefix in the user's cache ($XDG_CACHE_HOME/rlhpc/slurm); fetched if missing.  Raises SlurmMissing.
 
     release: another Debian suite, with its own C library (17 MB, with accounting 33); None: packages of this
     distribution (4 MB, with accounting 11).
     """
     name = f"debian-{release}-{platform.machine()}-{EDITION}" if release else _own_name()
-    prefix = (cache or default_cache()) / (name + ("-accounting" if has_accounting else ""))
+    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or own_home() / ".cache") / "rlhpc" / "slurm"
+    prefix = cache / (name + ("-accounting" if has_accounting else ""))
     here = Installation(prefix)
     if not (prefix / "COMPLETE").exists():
         roots = (*ROOTS, *(ACCOUNTING_ROOTS if has_accounting else ()))
@@ -343,13 +355,8 @@ def obtain(*, is_private: bool = False, has_accounting: bool = False, release: s
     return here or private(has_accounting=has_accounting)
 
 
-def default_cache() -> Path:
-    """Directory of prefixes: $XDG_CACHE_HOME/rlhpc/slurm."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or own_home() / ".cache") / "rlhpc" / "slurm"
-
-
 def _own_name() -> str:
-    facts = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
+    facts = _facts()
     return f"{facts.get('ID', 'unknown')}-{facts.get('VERSION_ID', '0')}-{platform.machine()}"
 
 
@@ -406,19 +413,5 @@ def _apt(*arguments: str, directory: Path | None = None) -> str:
 
 
 def _run(*command: str, directory: Path | None = None) -> str:
-    environment = {**os.environ, "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=_FETCH_S
-        )
-    except subprocess.TimeoutExpired:
-        raise SlurmMissing(
-            f"Slurm is not installed, and its packages were not downloaded within {_FETCH_S:.0f} s"
-        ) from None
-    if done.returncode:
-        said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("E:")]
-        raise SlurmMissing(
-            f"Slurm is not installed, and apt does not deliver it ({(said or ['no reason given'])[-1]}); {REMEDY}, "
-            "and where those are old or absent `apt-get update` by an administrator"
-        )
-    return done.stdout
+    remedy = f"{REMEDY}, and where those are old or absent `apt-get update` by an administrator"
+    return _said(command, ("Slurm is not installed", remedy), directory, _FETCH_S)

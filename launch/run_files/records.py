@@ -9,6 +9,7 @@ import json
 import re
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -174,14 +175,9 @@ def write_exit_record(path: Path, record: ExitRecord) -> None:
 
 def read_exit_records(layout: RunLayout, role: str, attempt: int) -> dict[int, ExitRecord]:
     """All records of a role in one attempt, by replica.  Raises OSError."""
-    found: dict[int, ExitRecord] = {}
-    for directory in matching(layout.logs, f"{role}-*"):
-        replica = directory.name.rpartition("-")[2]
-        if replica.isdigit():
-            record = _find_exit_record(layout.exit_record(role, int(replica), attempt))
-            if record is not None:
-                found[int(replica)] = record
-    return found
+    numbers = (directory.name.rpartition("-")[2] for directory in matching(layout.logs, f"{role}-*"))
+    read = {int(each): read_exit_record(layout, f"{role}-{each}", attempt) for each in numbers if each.isdigit()}
+    return {replica: record for replica, record in read.items() if record is not None}
 
 
 def read_exit_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord | None:
@@ -190,7 +186,8 @@ def read_exit_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord |
     Raises OSError.
     """
     role, _, replica = name.rpartition("-")
-    return _find_exit_record(layout.exit_record(role, int(replica), attempt))
+    path = layout.exit_record(role, int(replica), attempt)
+    return None if is_absent(path) else _parsed(path.read_bytes())
 
 
 def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
@@ -198,9 +195,12 @@ def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
 
     When a rank fails, the controller does, too.
     """
-    read = (_read_exit_record(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json")))
-    found = [record for record in read if record is not None and record.status != 0 and record.is_final]
-    return sorted(found, key=lambda record: not record.name.startswith("trainer-"))
+    found = []
+    for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json")):
+        with suppress(OSError):
+            found.append(_parsed(path.read_bytes()))
+    failed = [record for record in found if record is not None and record.status != 0 and record.is_final]
+    return sorted(failed, key=lambda record: not record.name.startswith("trainer-"))
 
 
 def last_error_in(log: Path) -> str:
@@ -220,18 +220,8 @@ def last_error_line(log: bytes) -> str:
     return ours.group(1) if ours else lines[-1]
 
 
-def _find_exit_record(path: Path) -> ExitRecord | None:
-    """None: there is none.  Raises OSError."""
-    if is_absent(path):
-        return None
+def _parsed(content: bytes) -> ExitRecord | None:
     try:
-        return ExitRecord(**json.loads(path.read_bytes()))
+        return ExitRecord(**json.loads(content))
     except (ValueError, TypeError):
-        return None
-
-
-def _read_exit_record(path: Path) -> ExitRecord | None:
-    try:
-        return ExitRecord(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
         return None
