@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -85,7 +86,7 @@ def judge_host(config: Config, shape: ModelShape, site: Site, source: Path) -> l
 # changes in the usual order, with the formulas of plan.py, so that the advice is an estimate too.
 
 
-Change = dict[str, Any]  # key → value; of [trainer], where nothing else is said
+Change = dict[str, Any]  # key → value
 
 
 def refuse_trainer(
@@ -127,9 +128,12 @@ def advise(config: Config, model: Mapping[str, Any], shape: ModelShape, limit_gi
     for change in _trainer_changes(config):
         if need(change) <= limit_gib:
             change = without_needless(change, lambda fewer: need(fewer) <= limit_gib)
-            words = " ".join(f"trainer.{key}={as_override(value)}" for key, value in change.items())
-            return f"would fit: {words} ({need(change):.1f} GiB)"
+            return f"{_would_fit(change)} ({need(change):.1f} GiB)"
     return "no layout that was tried fits: take larger GPUs, more of them, or a smaller model"
+
+
+def _would_fit(change: Change) -> str:
+    return f"would fit: {' '.join(f'{key}={as_override(value)}' for key, value in change.items())}"
 
 
 def without_needless(change: Change, fits: Callable[[Change], bool]) -> Change:
@@ -140,6 +144,9 @@ def without_needless(change: Change, fits: Callable[[Change], bool]) -> Change:
     return change
 
 
+_HARSH = ("trainer.token_budget", "trainer.optimizer_offload")
+
+
 def _trainer_changes(config: Config) -> Iterator[Change]:
     """What one would try by hand: what costs little first, alone and then together; more GPUs after that."""
     cheap = list(cheap_changes(config))
@@ -148,7 +155,7 @@ def _trainer_changes(config: Config) -> Iterator[Change]:
     yield from together
     # Beside more GPUs what costs little; half the tokens and an optimiser on the host only where nothing else helps.
     everything = together[-1] if together else nothing
-    gentle = {key: value for key, value in everything.items() if key not in ("token_budget", "optimizer_offload")}
+    gentle = {key: value for key, value in everything.items() if key not in _HARSH}
     wider = list(_wider(config))
     for change in wider:
         yield from (change, gentle | change)
@@ -169,8 +176,9 @@ def cheap_changes(config: Config) -> Iterator[Change]:
         {"token_budget": max(longest, trainer.token_budget // 2)},
         {"optimizer_offload": True},
     )
-    for change in changes:
-        if any(getattr(trainer, key) != value for key, value in change.items()) and _obeys(config, change):
+    for change in map(_of_trainer, changes):
+        changed = with_values(config, change)
+        if changed != config and obeys_rules(changed):
             yield change
 
 
@@ -178,10 +186,15 @@ def _wider(config: Config) -> Iterator[Change]:
     """Layouts with smaller parts: those that take fewest ranks first."""
     trainer = config.trainer
     if trainer.backend in ("megatron", "reference"):  # the reference shares nothing out
+        other = {} if trainer.backend == "megatron" else {"backend": "megatron"}
         for change in sorted(_wider_megatron(config), key=lambda change: change["num_ranks"]):
-            yield change if trainer.backend == "megatron" else {"backend": "megatron", **change}
+            yield _of_trainer(other | change)
     if trainer.backend == "deepspeed":
-        yield from ({"num_ranks": factor * trainer.num_ranks} for factor in (2, 4, 8, 16, 32))
+        yield from ({"trainer.num_ranks": factor * trainer.num_ranks} for factor in (2, 4, 8, 16, 32))
+
+
+def _of_trainer(change: Change) -> Change:
+    return {f"trainer.{key}": value for key, value in change.items()}
 
 
 def _wider_megatron(config: Config) -> Iterator[Change]:
@@ -200,23 +213,15 @@ def _wider_megatron(config: Config) -> Iterator[Change]:
 
 def _legal(config: Config, change: Change, model: Mapping[str, Any]) -> Config | None:
     """The run file with `change`, or None where a rule or the model forbids it."""
-    if not _obeys(config, change):
+    changed = with_values(config, change)
+    if not obeys_rules(changed):
         return None
-    changed = _with(config, change)
     try:
         if changed.trainer.backend == "megatron":
             ParallelLayout.of(changed.trainer).refuse_unfit(model)
     except ConfigError:
         return None
     return changed
-
-
-def _obeys(config: Config, change: Change) -> bool:
-    return obeys_rules(_with(config, change))
-
-
-def _with(config: Config, change: Change) -> Config:
-    return with_values(config, {f"trainer.{key}": value for key, value in change.items()})
 
 
 # ------------------------------------------------------------------------------------------------------- engine verdict
@@ -285,15 +290,13 @@ def _complaint(config: Config, shape: ModelShape, memory_gib: float) -> str:
 def _engine_advice(config: Config, shape: ModelShape, memory_gib: float) -> str:
     for change in _engine_changes(config, shape):
         if not _complaint(with_values(config, change), shape, memory_gib):
-            return f"would fit: {' '.join(f'{key}={value}' for key, value in change.items())}"
+            return _would_fit(change)
     return "no setting that was tried fits: take larger GPUs or a smaller model"
 
 
 def _engine_changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     """Cheapest first: smaller buckets, then less KV cache, then more GPUs a replica."""
     generation = config.generation
-    buckets: list[Change] = [{}]
-    buckets += [{"weights.bucket_bytes": size} for size in BUCKETS if size < config.weights.bucket_bytes]
     shares: list[Change] = [{}]
     if generation.kv_cache_bytes is None:
         smaller = [share for share in SHARES if share < generation.gpu_memory_utilization]
@@ -301,8 +304,13 @@ def _engine_changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     ranks: list[Change] = [{}]
     wider = [n for n in legal_ranks(shape) if n > generation.tensor_parallel and (n <= 8 or n % 8 == 0)]
     ranks += [{"generation.tensor_parallel": n} for n in wider]
-    for wide, share, bucket in itertools.product(ranks, shares, buckets):
+    for wide, share, bucket in itertools.product(ranks, shares, _smaller_buckets(config)):
         yield {**wide, **share, **bucket}
+
+
+def _smaller_buckets(config: Config) -> list[Change]:
+    """No change, and each size that is smaller."""
+    return [{}, *({"weights.bucket_bytes": size} for size in BUCKETS if size < config.weights.bucket_bytes)]
 
 
 # ------------------------------------------------------------------------------------------------------- device verdict
@@ -353,7 +361,7 @@ def judge_devices(
         unknown = next(word for word in holders if word not in known)
         return f"fits        not judged: the memory of GPU {unknown} is not known"
     word = min(spare, key=spare.__getitem__)
-    shares = _shares(config, shape, holders[word])
+    shares = [_share(config, shape, process) for process in holders[word]]
     sums = " + ".join(f"{share.process} {share.total / GIB:.1f}" for share in shares)
     return f"fits        {_named(word, memory_gib[word])}: {sums} GiB, {spare[word]:.1f} GiB to spare ({AN_ESTIMATE})"
 
@@ -383,13 +391,12 @@ def _refuse(
 def _refuse_together(config: Config, shape: ModelShape, processes: list[str], word: str, limit: float) -> None:
     if any(map(_is_engine, processes)):
         refuse_small_cache(config, shape)
-    shares = _shares(config, shape, processes)
-    total = sum(share.total for share in shares) / GIB
+    shares, total = [_share(config, shape, each) for each in processes], _total(config, shape, processes) / GIB
     if total > limit:
         keys = ["trainer.token_budget"] if not all(map(_is_engine, processes)) else []
         keys += ["generation.kv_cache_bytes"] if any(map(_is_engine, processes)) else []
         raise ConfigError(
-            f"{' and '.join(f'{key}={_value(config, key)}' for key in keys)}: "
+            f"{' and '.join(f'{key}={attrgetter(key)(config)}' for key in keys)}: "
             f"{' + '.join(share.describe() for share in shares)} = {total:.1f} GiB (estimate), "
             f"{total - limit:.1f} GiB more than {_named(word, limit)} has; "
             f"{_device_advice(config, shape, processes, limit)}"
@@ -409,12 +416,8 @@ def _rank(config: Config, shape: ModelShape, process: str) -> RankMemory:
     return plan[int(process.rpartition("-")[2]) * len(plan) // config.trainer.num_ranks]
 
 
-def _shares(config: Config, shape: ModelShape, processes: list[str]) -> list[GpuShare]:
-    return [_share(config, shape, process) for process in processes]
-
-
 def _total(config: Config, shape: ModelShape, processes: list[str]) -> int:
-    return sum(share.total for share in _shares(config, shape, processes))
+    return sum(_share(config, shape, process).total for process in processes)
 
 
 def _share(config: Config, shape: ModelShape, process: str) -> GpuShare:
@@ -456,8 +459,7 @@ def _device_advice(config: Config, shape: ModelShape, processes: list[str], limi
             continue
         found = without_needless(found, lambda fewer: _fits(with_values(config, fewer), shape, processes, limit))
         need = _total(with_values(config, found), shape, processes) / GIB
-        words = " ".join(f"{key}={as_override(value)}" for key, value in found.items())
-        return f"would fit: {words} ({need:.1f} GiB)"
+        return f"{_would_fit(found)} ({need:.1f} GiB)"
     return "no setting that was tried fits: give trainer and engine GPUs of their own, or take a smaller model"
 
 
@@ -466,13 +468,11 @@ def _fits(config: Config, shape: ModelShape, processes: list[str], limit: float)
 
 
 def _device_changes(config: Config, processes: list[str]) -> Iterator[Change]:
-    buckets: list[Change] = [{}]
-    buckets += [{"weights.bucket_bytes": size} for size in BUCKETS if size < config.weights.bucket_bytes]
     trainer: list[Change] = [{}]
     if not all(map(_is_engine, processes)):
-        alone = [{f"trainer.{key}": value for key, value in each.items()} for each in cheap_changes(config)]
+        alone = [*cheap_changes(config)]
         trainer += [*alone, *itertools.accumulate(alone, operator.or_)]
-    for cheaper, smaller in itertools.product(trainer, buckets):
+    for cheaper, smaller in itertools.product(trainer, _smaller_buckets(config)):
         yield cheaper | smaller
 
 
@@ -493,11 +493,6 @@ def _with_smaller_cache(
     if room < least_cache_bytes(changed, shape):
         return None
     return {**change, "generation.kv_cache_bytes": room // _CACHE_STEP * _CACHE_STEP or room}
-
-
-def _value(config: Config, key: str) -> object:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 # -------------------------------------------------------------------------------------------------------------- verdict
