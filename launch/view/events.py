@@ -434,7 +434,11 @@ def read_story(view: RunView) -> Story:
         *_of_jobs(view),
         *_of_counters(view.curves),
     ]
-    found += [_of_controller(each) for each in recorded.events]
+    words = {"joined": "has joined: ", "lost": "is lost: ", "left": "has left: "}
+    found += [
+        Happening(each.unix_time_s, each.name or "run", each.event, words.get(each.event, "") + each.text, each.attempt)
+        for each in recorded.events
+    ]
     story = Story(sorted(found, key=lambda each: each.unix_time_s), recorded.spells)
     times = [each.unix_time_s for each in found] + recorded.times
     times += [spell.begin_s for spell in story.spells]
@@ -452,11 +456,6 @@ def _of_counters(curves: Mapping[str, Curve]) -> Iterator[Happening]:
                 count = f"{growth[place]:.0f} times: " if growth[place] > 1 else ""
                 text = f"{count}{words} (step {curve.steps[place]})"
                 yield Happening(float(curve.unix_times_s[place]), "run", kind, text)
-
-
-def _of_controller(entry: TimelineEntry) -> Happening:
-    words = {"joined": "has joined: ", "lost": "is lost: ", "left": "has left: "}.get(entry.event, "")
-    return Happening(entry.unix_time_s, entry.name or "run", entry.event, words + entry.text, entry.attempt)
 
 
 def _of_supervisors(view: RunView) -> Iterator[Happening]:

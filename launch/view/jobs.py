@@ -7,7 +7,7 @@ A file that does not exist yet counts as absent; nothing here fails because of i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ def look_at_run(view: RunView, timeout_s: float | None = None) -> SlurmView:
 
 def lines_of(view: SlurmView) -> list[str]:
     """What `rlhpc status` prints about the jobs."""
-    lines = [_attempt_line(view), ""]
+    lines = [_attempt_line(view.attempt), ""]
     if view.look.trouble:
         lines += [view.look.trouble, f"jobs of this run: {', '.join(str(job.job_id) for job in view.jobs) or 'none'}"]
     else:
@@ -150,7 +150,8 @@ def _what_follows(view: SlurmView, row: JobRow) -> str:
         return f"replaced by job {successors[-1].job_id}"
     if job.is_elastic:
         return "`rlhpc scale RUN_DIR --generators +1` adds another"
-    if job.placement != "jobs" or job.hosts_controller or not _has_running_controller(view):
+    runs = any(other.state.life is JobStage.ON_NODES and _is_controller(view, other) for other in view.look.rows)
+    if job.placement != "jobs" or job.hosts_controller or not runs:
         return ""
     return "not resubmitted" if row.state.name == "CANCELLED" else "will be resubmitted by the controller's job"
 
@@ -197,7 +198,8 @@ def waits(view: SlurmView) -> list[str]:
     there = [part for part, rows in standing.items() if any(row.state.life is JobStage.ON_NODES for row in rows)]
     if not there or view.layout.summary.exists():
         return []
-    subject = f"{_and(there)} {'wait' if len(there) > 1 else 'waits'}"
+    *first, last = there
+    subject = f"{', '.join(first)} and {last} wait" if first else f"{last} waits"
     return [
         f"{subject} for {part}: job {rows[-1].label} {rows[-1].state.name}{_because(view, rows[-1])}"
         for part, rows in standing.items()
@@ -268,10 +270,6 @@ def _is_held(row: JobRow) -> bool:
     return row.state.life is JobStage.HELD or (row.state.life is JobStage.WAITING and is_stuck(row.reason))
 
 
-def _has_running_controller(view: SlurmView) -> bool:
-    return any(row.state.life is JobStage.ON_NODES and _is_controller(view, row) for row in view.look.rows)
-
-
 def _is_controller(view: SlurmView, row: JobRow) -> bool:
     return part_of(view, row) == "controller"
 
@@ -284,8 +282,7 @@ def _because(view: SlurmView, row: JobRow) -> str:
 # --------------------------------------------------------------------------------------------------------------- words
 
 
-def _attempt_line(view: SlurmView) -> str:
-    attempt = view.attempt
+def _attempt_line(attempt: dict[str, Any] | None) -> str:
     if attempt is None:
         return "no attempt has begun yet"
     step, host = attempt.get("resume_step"), attempt.get("host")
@@ -318,11 +315,6 @@ def _record(view: SlurmView, job_id: int) -> JobRecord:
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
     return ["", *(f"{title if k == 0 else '':<13}{line}" for k, line in enumerate(lines))] if lines else []
-
-
-def _and(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _clock(moment: float, now: float) -> str:

@@ -276,23 +276,15 @@ class Selection:
             raise ConfigError(f"--grep {grep!r} is not a Python regular expression: {error}") from error
         return cls(steps, task, verdict, min_reward, max_reward, pattern)
 
-    def wants_step(self, step: int) -> bool:
-        """False if no member of that step's groups is selected; -1: of a group of no step."""
-        return self.steps is None or self.steps[0] <= step <= self.steps[1]
-
     def wants_member(self, task: str, scored: ScoredRollout) -> bool:
         """Checks task, verdict and reward.  With a failed verifier there is no reward."""
         if self.task not in (None, task) or self.verdict not in (None, scored.verdict.value):
             return False
         if self.min_reward is None and self.max_reward is None:
             return True
-        low = -np.inf if self.min_reward is None else self.min_reward
-        high = np.inf if self.max_reward is None else self.max_reward
+        low = -math.inf if self.min_reward is None else self.min_reward
+        high = math.inf if self.max_reward is None else self.max_reward
         return scored.verdict.value != "verifier_error" and bool(low <= scored.reward <= high)
-
-    def wants_text(self, *texts: str) -> bool:
-        """Checks the text."""
-        return self.pattern is None or any(self.pattern.search(text) for text in texts)
 
 
 EVERYTHING = Selection()
@@ -331,7 +323,8 @@ class RunRollouts:
                 if selection.wants_member(group.prompt.task, scored):
                     mine = None if advantages is None else advantages[index]
                     seen = self._seen(found, scored, mine)
-                    if selection.wants_text(seen.prompt, seen.completion, seen.reference, seen.detail):
+                    texts = (seen.prompt, seen.completion, seen.reference, seen.detail)
+                    if selection.pattern is None or any(map(selection.pattern.search, texts)):
                         is_any = True
                         yield seen
         if not is_any:
@@ -347,8 +340,9 @@ class RunRollouts:
     def _with_advantages(self, selection: Selection) -> Iterator[tuple[FoundGroup, Sequence[Float32] | None]]:
         """Groups of the selected steps with their members' advantages; a step's groups are yielded together."""
         held, step = list[FoundGroup](), -1
+        first, last = selection.steps or (-math.inf, math.inf)
         for found in found_groups(self.layout.rollouts, self._tell, selection.steps):
-            if not selection.wants_step(found.resolved.consumed_step):
+            if not first <= found.resolved.consumed_step <= last:  # -1: of no step
                 continue
             is_next = found.standing in _IN_A_BATCH and found.resolved.consumed_step != step
             if is_next or step < 0:
@@ -469,7 +463,8 @@ def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
 
 def as_document(seen: SeenRollout) -> dict[str, Any]:
     """The rollout for programs: every field, and staleness."""
-    document = {each.name: _plain(getattr(seen, each.name)) for each in fields(seen)}
+    values = {each.name: getattr(seen, each.name) for each in fields(seen)}
+    document = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
     return document | {"staleness": seen.staleness, "advantage": seen.advantage}
 
 
@@ -527,7 +522,3 @@ def _block(title: str, text: str) -> Iterator[str]:
     lines = escaped(text).split("\n") or [""]
     for number, line in enumerate(lines):
         yield f"{'' if number else title:<10} │ {line}".rstrip()
-
-
-def _plain(value: object) -> object:
-    return value.tolist() if isinstance(value, np.ndarray) else value

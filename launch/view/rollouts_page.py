@@ -180,7 +180,7 @@ def _in_full(seen: SeenRollout, texts: Texts, pieces: dict[str, int], ids: dict[
         found.append(place)
     return {
         "t": found,
-        "l": [_hundredths(value) for value in seen.behaviour_logprobs.tolist()],
+        "l": [round(-100 * each) if -99.99 < each < math.inf else 9999 for each in seen.behaviour_logprobs.tolist()],
         "v": [[version, len(list(run))] for version, run in groupby(seen.versions.tolist())],
         "a": _advantages(seen),
         "m": [place for place, counts in enumerate(seen.loss_mask.tolist()) if not counts],
@@ -197,10 +197,6 @@ def _advantages(seen: SeenRollout) -> float | list[float | None] | None:
     if len(values) == 0 or bool((values == values[0]).all()):
         return _rounded(float(values[0]), 3) if len(values) else 0.0
     return [_rounded(value, 3) for value in seen.advantages.tolist()]
-
-
-def _hundredths(logprob: float) -> int:
-    return min(9999, round(-100 * logprob)) if math.isfinite(logprob) else 9999
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

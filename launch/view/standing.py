@@ -100,11 +100,6 @@ def directories_to_search(given: Sequence[Path]) -> list[Path]:
     return [without_dots(directory) for directory in given or [default]]
 
 
-def run_at(root: Path) -> RunView | None:
-    """The run in this very directory; None if there is none."""
-    return _list(root).run
-
-
 def _list(path: Path) -> _Listing:
     try:
         with os.scandir(path) as entries:
@@ -413,7 +408,7 @@ def _elsewhere(queue: MyQueue, runs: dict[Identity, RunView]) -> list[str]:
     remarks, known = [], {view.root for view in runs.values()}
     waiting = {job.run_directory: job.row for job in queue.jobs if job.run_directory and job.row.state.is_alive}
     for root in waiting.keys() - known:
-        view = run_at(root)
+        view = _list(root).run
         if view is None:
             remarks.append(f"job {waiting[root].label}: its run directory {root} does not exist; `scancel` ends it")
         elif view.identity not in runs:

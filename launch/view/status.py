@@ -33,7 +33,7 @@ from rlhpc.protocol.errors import EXIT_INTERRUPTED, RunDirectoryError
 
 if TYPE_CHECKING:
     from rlhpc.buffer.lost_leases import Suspicion
-    from rlhpc.metrics.meters import Progress, ProgressLine
+    from rlhpc.metrics.meters import ProgressLine
     from rlhpc.protocol.contracts import Clock
 
 
@@ -304,17 +304,11 @@ def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
         return []
     from rlhpc.rewards.outcomes import BATCH_FAILED, FAILURES, FORKED, JUDGED  # slow to import
 
-    lines = []
+    lines, ways = [], (*FAILURES, BATCH_FAILED, FORKED)
     for task, figures in sorted(verifiers.items()):
-        failed = [
-            f"{name.replace('_', ' ')} {figures[name]:.0f}"
-            for name in (*FAILURES, BATCH_FAILED, FORKED)
-            if figures.get(name)
-        ]
-        if failed:
-            lines.append(
-                f"verifier {task}   judged {figures.get(JUDGED, 0):.0f}, without a verdict: {', '.join(failed)}"
-            )
+        if failed := [f"{way.replace('_', ' ')} {figures[way]:.0f}" for way in ways if figures.get(way)]:
+            judged = f"judged {figures.get(JUDGED, 0):.0f}, without a verdict: {', '.join(failed)}"
+            lines.append(f"verifier {task}   {judged}")
     return lines
 
 
@@ -324,15 +318,10 @@ def error_lines(errors: Mapping[str, Any]) -> list[str]:
     if not causes:
         return []
     paused = [f"nothing but errors on {', '.join(names)}"] if (names := errors.get("paused")) else []
-    notes = [f"the last: {shortened(errors['latest'])}", *paused, *_waiting_for_verdicts(errors)]
+    notes = [f"the last: {shortened(errors['latest'])}", *paused]
+    if "waited_s" in errors:
+        notes.append(f"waiting for verdicts since {errors['waited_s']:.0f} s, at most {errors['patience_s']:.0f} s")
     return [f"errors   {', '.join(causes)}; {'; '.join(notes)}"]
-
-
-def _waiting_for_verdicts(errors: Mapping[str, Any]) -> list[str]:
-    """Return how long a run has waited for verifiers that fail, and how long it will, if it waits."""
-    if "waited_s" not in errors:
-        return []
-    return [f"waiting for verdicts since {errors['waited_s']:.0f} s, at most {errors['patience_s']:.0f} s"]
 
 
 def _row(role: dict[str, Any]) -> str:
@@ -362,6 +351,16 @@ _TOLD = {
 }
 LOOK_AT_DISK_S = 2.0  # where the run itself says nothing
 BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
+# Of status.json, in the order of the fields of Progress.
+_OF_PROGRESS = (
+    "step",
+    "num_steps",
+    "reward",
+    "trainer_tokens_per_s",
+    "generator_tokens_per_s",
+    "staleness_max",
+    "eta_s",
+)
 
 
 class Watch:
@@ -388,7 +387,11 @@ class Watch:
 
     def look(self) -> None:
         """Show what has changed since the last call."""
-        from rlhpc.metrics.meters import ProgressLine, format_duration  # slow to import: `rlhpc status` needs none
+        from rlhpc.metrics.meters import (  # slow to import: `rlhpc status` needs none
+            Progress,
+            ProgressLine,
+            format_duration,
+        )
 
         view = RunView(self._layout)
         status = view.status
@@ -409,7 +412,7 @@ class Watch:
             self._line.wait(status["phase"], f"waits for {waits_for} | {passed}" if waits_for else passed)
         elif status["step"] != self._last_step:
             self._last_step = status["step"]
-            self._line.update(_progress(status))
+            self._line.update(Progress(*map(status.__getitem__, _OF_PROGRESS)))
 
     def _warn(self, queue: dict[str, Any], latest: str) -> None:
         for reason, words in _TOLD.items():
@@ -453,20 +456,6 @@ class Watch:
         """End the live line, if there is one."""
         if self._line is not None:
             self._line.finish()
-
-
-def _progress(status: dict[str, Any]) -> Progress:
-    from rlhpc.metrics.meters import Progress
-
-    return Progress(
-        status["step"],
-        status["num_steps"],
-        status["reward"],
-        status["trainer_tokens_per_s"],
-        status["generator_tokens_per_s"],
-        status["staleness_max"],
-        status["eta_s"],
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- wait for run
