@@ -20,7 +20,6 @@ anything is cut; the reference has them in float32.  Megatron reads slices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -476,12 +475,9 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
     buckets = bucket_sizes(config, shape)
     module = ELEMENT_BYTES[config.model.dtype] * shape.largest_module
     shadow = max(buckets[0::2], default=0) + max(buckets[1::2], default=0)
-    paused = _fullest_run(buckets, 3) + module + module // config.generation.tensor_parallel
+    three = max((sum(buckets[start : start + 3]) for start in range(len(buckets))), default=0)
+    paused = three + module + module // config.generation.tensor_parallel
     return {"shadow": shadow, "paused": paused, "auto": max(shadow, paused)}[config.weights.staging]
-
-
-def _fullest_run(buckets: Sequence[int], length: int) -> int:
-    return max((sum(buckets[start : start + length]) for start in range(len(buckets))), default=0)
 
 
 def indivisible(shape: ModelShape, ranks: int) -> str:

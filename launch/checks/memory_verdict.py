@@ -453,18 +453,19 @@ def _share(config: Config, shape: ModelShape, process: str) -> GpuShare:
 
 def _device_advice(config: Config, shape: ModelShape, processes: list[str], limit: float) -> str:
     """The first change that fits: less cache, then smaller buckets, then what spares the trainer memory."""
+
+    def fits(change: Change) -> bool:
+        changed = with_values(config, change)
+        return obeys_rules(changed) and _total(changed, shape, processes) <= limit * GIB
+
     for change in _device_changes(config, processes):
         found = _with_smaller_cache(config, change, shape, processes, limit)
         if found is None:
             continue
-        found = without_needless(found, lambda fewer: _fits(with_values(config, fewer), shape, processes, limit))
+        found = without_needless(found, fits)
         need = _total(with_values(config, found), shape, processes) / GIB
         return f"{_would_fit(found)} ({need:.1f} GiB)"
     return "no setting that was tried fits: give trainer and engine GPUs of their own, or take a smaller model"
-
-
-def _fits(config: Config, shape: ModelShape, processes: list[str], limit: float) -> bool:
-    return obeys_rules(config) and _total(config, shape, processes) <= limit * GIB
 
 
 def _device_changes(config: Config, processes: list[str]) -> Iterator[Change]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Sou
         tokenizer: PromptTokenizer | None = PromptTokenizer.of(config.model)
     else:
         config = _settings(data, words)
-        if model is None and words and not _only_says_where(words):
+        if model is None and any(word.partition("=")[0].strip() not in _WHERE for word in words):
             raise ConfigError(f"{words[0]!r} sets the prompt; showing prompts needs --model DIR")
         tokenizer = PromptTokenizer(model.absolute()) if model is not None else None
     limit = config.generation.max_prompt_tokens
@@ -102,10 +103,6 @@ def _settings(data: Path, words: Sequence[str]) -> Config:
     return settled(document, words, "rlhpc data")
 
 
-def _only_says_where(words: Sequence[str]) -> bool:
-    return all(word.partition("=")[0].strip() in _WHERE for word in words)
-
-
 # -------------------------------------------------------------------------------------------------------------- convert
 #
 # `rlhpc data convert`: write records in another form, some of them left out, or parted into train and validation.
@@ -120,17 +117,16 @@ def convert(source: Source, out: Path, options: argparse.Namespace) -> list[str]
     kept = _kept(source, options)
     if not kept:
         raise ConfigError(f"none of {len(source.records):,} records is within the bounds; nothing is written")
-    lines = []
-    validation = [options.validation is not None and _draw(record) < options.validation for record in kept]
-    for is_validation, file in parts.items():
-        chosen = [record for record, here in zip(kept, validation, strict=True) if here is is_validation]
-        if not chosen:
+    chosen: dict[Path, list[Record]] = {file: [] for file in parts.values()}
+    for record in kept:
+        chosen[parts[options.validation is not None and _draw(record) < options.validation]].append(record)
+    for file, records in chosen.items():
+        if not records:
             raise ConfigError(f"--validation {options.validation:g} of {len(kept):,} records leaves none for {file}")
-        lines.append((file, chosen))
-    for file, chosen in lines:
-        write_records(file, [record.fields for record in chosen])
+    for file, records in chosen.items():
+        write_records(file, [record.fields for record in records])
     left_out = len(source.records) - len(kept)
-    said = [f"{file}: {len(chosen):,} records" for file, chosen in lines]
+    said = [f"{file}: {len(records):,} records" for file, records in chosen.items()]
     return said + ([f"left out: {left_out:,}"] if left_out else [])
 
 
@@ -172,15 +168,14 @@ def _kept(source: Source, options: argparse.Namespace) -> list[Record]:
     places = [
         place
         for place in range(len(texts))
-        if all((low or 0) <= lengths[what][place] <= _most(high) for what, (low, high) in given.items())
+        if all(
+            (low or 0) <= lengths[what][place] <= (math.inf if high is None else high)
+            for what, (low, high) in given.items()
+        )
     ]
     if options.distinct:  # the first of each text
         places = sorted({texts[place]: place for place in reversed(places)}.values())
     return [source.records[place] for place in places]
-
-
-def _most(bound: int | None) -> float:
-    return float("inf") if bound is None else bound
 
 
 def _draw(record: Record) -> float:
@@ -336,15 +331,12 @@ def look_at_dataset(options: argparse.Namespace) -> int:
             raise ConfigError(f"{options.data} has {len(sources)} datasets; give the file of one")
         print("\n".join(convert(sources[0], outputs[0], options)))
         return 0
+    number = SHOWN if options.records is None else options.records
     for source in sources:
-        _print(source, SHOWN if options.records is None else options.records, options.action, len(sources) > 1)
+        lines = first_records(source, number) if options.action == "head" else figures(source)
+        head = [f"== {source.data.title}"] * (len(sources) > 1)
+        print(escaped("\n".join([*head, *lines])))  # names of fields are foreign, too
     return 0
-
-
-def _print(source: Source, number: int, action: str, is_one_of_several: bool) -> None:
-    lines = first_records(source, number) if action == "head" else figures(source)
-    head = [f"== {source.data.title}"] * is_one_of_several
-    print(escaped("\n".join([*head, *lines])))  # names of fields are foreign, too
 
 
 def _refuse_options(options: argparse.Namespace, outputs: list[Path]) -> None:

@@ -69,8 +69,8 @@ def document_of(run: Standing) -> dict[str, Any]:
 
 def _cells(run: Standing, now: float) -> tuple[str, ...]:
     view = run.view
-    name = _path(view.root) + ("" if view.name == view.root.name else f" ({view.name})")
-    remark = printable(run.remark)
+    typed, remark = as_typed(view.root), printable(run.remark)
+    name = str(view.root if typed == Path() else typed) + f" ({view.name})" * (view.name != view.root.name)
     return (
         printable(name),
         run.state.value,
@@ -107,12 +107,6 @@ def _states_in_words(counts: Counter[str]) -> str:
 
 def _since(moment: float | None, now: float) -> str:
     return span(max(0, round(now - moment))) if moment else "-"
-
-
-def _path(root: Path) -> str:
-    """A path as it is typed from here."""
-    typed = as_typed(root)
-    return str(root if typed == Path() else typed)
 
 
 def _or_dash(value: object) -> str:

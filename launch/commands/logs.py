@@ -86,10 +86,9 @@ def log_files(layout: RunLayout, role: str | None) -> list[LogFile]:
     found = []
     for directory in layout.logs.glob("*"):
         name = directory.name
-        if name != SLURM and _is_meant(name, role):
+        if name != SLURM and role in (None, name, name.rpartition("-")[0]):
             for path in directory.glob("attempt_*.log"):
-                match = _ATTEMPT.fullmatch(path.name)
-                if match:
+                if match := _ATTEMPT.fullmatch(path.name):
                     found.append(LogFile(name, path, int(match[1])))
     for path in (layout.logs / SLURM).glob("*.log"):
         name = f"{SLURM}/{path.stem}"
@@ -119,10 +118,6 @@ def _newest(files: list[LogFile]) -> list[LogFile]:
         *(file for file in of_name.values() if file.attempt == last or file.name.startswith(_OUTLIVE_ATTEMPTS)),
         *(file for file in batch if written_unix_s(file.path) > newest - 86400),
     ]
-
-
-def _is_meant(name: str, role: str | None) -> bool:
-    return role is None or name == role or name.rpartition("-")[0] == role
 
 
 def _may_come(layout: RunLayout, role: str | None) -> bool:

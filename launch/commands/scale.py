@@ -24,7 +24,7 @@ from launch.plan.site_file import load_site, walltime_s
 from launch.run_directory.owner import submits_alone
 from launch.run_files.records import JobRecord, name_of_jobs, next_elastic_name, next_replica, read_job_records
 from launch.slurm.commands import SlurmError
-from launch.slurm.queue import PATIENCE_S, JobRow, cancel, look_at_jobs
+from launch.slurm.queue import PATIENCE_S, cancel, look_at_jobs
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import read_resolved
 from rlhpc.protocol.errors import ConfigError, RunDirectoryError
@@ -167,10 +167,12 @@ def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run:
     look = look_at_jobs(elastic, patience_s=PATIENCE_S)
     if look.trouble:
         raise SlurmError(look.trouble)
-    rows = [row for row in look.rows if row.state.is_alive]
+    tasks = [(row, task) for row in look.rows if row.state.is_alive for task in row.tasks]
     added: dict[int, list[_Added]] = {}  # a running one may already have a pending successor
-    for each in [each for row in rows for each in _generators_of(elastic[row.job_id], row)]:
-        added.setdefault(each.replica, []).append(each)
+    for row, task in tasks:
+        replica = elastic[row.job_id].first_replica + task
+        has_begun, state = row.array_task is not None and row.state.name != "PENDING", row.state.name.lower()
+        added.setdefault(replica, []).append(_Added(replica, f"{row.job_id}_{task}", has_begun, state))
     if count > len(added):
         raise RunDirectoryError(
             f"{layout.root}: --generators -{count}: only added generators can be retired, and there are "
@@ -182,9 +184,3 @@ def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run:
         tell(f"{'would end' if dry_run else 'ends'}   generator-{each.replica} (job {each.slurm_id}, {each.state})")
     if not dry_run:  # pending ones first: none may start in place of one that ends
         cancel((each.slurm_id for each in sorted(retired, key=lambda each: each.has_begun)), patience_s=PATIENCE_S)
-
-
-def _generators_of(record: JobRecord, row: JobRow) -> list[_Added]:
-    """One for a running task, several for a row of pending tasks."""
-    has_begun, state = row.array_task is not None and row.state.name != "PENDING", row.state.name.lower()
-    return [_Added(record.first_replica + task, f"{row.job_id}_{task}", has_begun, state) for task in row.tasks]

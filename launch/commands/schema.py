@@ -113,7 +113,8 @@ def _table(name: str, model: type[BaseModel]) -> str:
     rows += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, field in model.model_fields.items():
         usual = "".join(f"; usual {each}" for each in marks_of(field, Usual))
-        rows.append(f"| `{key}` | {_type(field)}{usual} | {_default(field)} | {meaning_of(model, key)} |")
+        kind = " or ".join(_part(part, field.metadata) for part in _alternatives(field.annotation))
+        rows.append(f"| `{key}` | {kind}{usual} | {_default(field)} | {meaning_of(model, key)} |")
     return "\n".join((*rows, "", *_rules(model)))
 
 
@@ -159,10 +160,6 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(words))):
                 found[name] = " ".join(words.split())
     return found
-
-
-def _type(field: FieldInfo) -> str:
-    return " or ".join(_part(part, field.metadata) for part in _alternatives(field.annotation))
 
 
 def _alternatives(annotation: Any) -> Iterator[Any]:

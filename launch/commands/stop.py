@@ -71,9 +71,10 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
             return 0
         _end_following(layout, tell)
     except SlurmError as error:
+        ids = " ".join(str(record.job_id) for record in read_job_records(layout))
         raise SlurmError(
             f"{error}; the request {request.name} is in {layout.root}: running jobs see it and end by themselves, "
-            f"pending ones when they start; repeat the command, or `scancel {_ids(layout)}`, to end the rest"
+            f"pending ones when they start; repeat the command, or `scancel {ids}`, to end the rest"
         ) from error
     except KeyboardInterrupt:
         if not request.exists():
@@ -175,10 +176,6 @@ def _describe(row: JobRow) -> str:
     if row.state.name != "SUSPENDED":
         return words
     return f"{words} ({row.state.what}; after `scontrol resume {row.job_id}`, or `rlhpc stop --now`, it can end)"
-
-
-def _ids(layout: RunLayout) -> str:
-    return " ".join(str(record.job_id) for record in read_job_records(layout))
 
 
 def _living(layout: RunLayout, on_silence: Tell | None = None) -> list[JobRow]:

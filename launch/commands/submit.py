@@ -135,17 +135,18 @@ def submit_run(
     options, run = dependency(after), prepare(config, site_file)
     check(run, tell)
     submit_checked(run, options, resume=resume, fresh=fresh, tell=tell, resume_from=resume_from)
-    layout = run.layout
-    tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
-    tell(f"            rlhpc stop {layout.root}")
-    return layout
+    root = run.layout.root
+    tell(f"next        rlhpc status {root}\n            rlhpc logs {root} -f\n            rlhpc stop {root}")
+    return run.layout
 
 
 def prepare(config: Config, site_file: Path) -> Submission:
     """Plan the jobs of a run; writes nothing.  Raises ConfigError as load_site and plan_jobs do."""
     site = load_site(site_file)
-    layout = shared_layout(config, site)
-    config = _for_jobs(config, layout)
+    layout, kind = shared_layout(config, site), config.transport.kind
+    # As they apply to jobs: the directory's path on compute nodes, and the kind of sockets.
+    of_jobs = {"run.directory": layout.root, "transport.kind": "tcp" if kind == "auto" else kind}
+    config = with_values(config, of_jobs)
     return Submission(config, site_file, site, plan_jobs(config, site, layout))
 
 
@@ -221,12 +222,6 @@ def _submit_evaluation(run: Submission, records: Sequence[JobRecord], tell: Tell
     except RlhpcError as error:
         again = f"`rlhpc evaluate {quoted(run.layout.root)} --follow --site {quoted(run.site_file)}` tries again"
         tell(f"evaluation  NOT submitted: {error}; {again}")
-
-
-def _for_jobs(config: Config, layout: RunLayout) -> Config:
-    """The settings as they apply to jobs: the directory's path on compute nodes, and the kind of sockets."""
-    kind = "tcp" if config.transport.kind == "auto" else config.transport.kind
-    return with_values(config, {"run.directory": layout.root, "transport.kind": kind})
 
 
 def dependency(after: str | None) -> list[str]:

@@ -82,6 +82,7 @@ FOREIGN_DIRECTIVES = {
     "W", "test-only", "parsable", "hetjob", "het-group", "uid", "gid", "quiet", "Q", "help",
     "h", "usage", "u", "version", "V",
 }  # fmt: skip
+_LONG_OPTIONS = sorted(name for name in {*OWN_DIRECTIVES, *FOREIGN_DIRECTIVES} if len(name) > 1)
 _NO_VALUE = "HkOsQvWhuV"  # short options that others may follow in one word
 
 
@@ -145,16 +146,12 @@ def _options_of(word: str) -> list[str]:
 def _refuse_option(name: str) -> None:
     known = name in OWN_DIRECTIVES or name in FOREIGN_DIRECTIVES
     # sbatch takes abbreviations.  No option of its own is the beginning of one of these without being one of these.
-    full = name if known or len(name) < 2 else next((o for o in _long_options() if o.startswith(name)), name)
+    full = name if known or len(name) < 2 else next((o for o in _LONG_OPTIONS if o.startswith(name)), name)
     said = "" if full == name else f"sbatch may read it as --{full}: "
     if full in OWN_DIRECTIVES:
         raise ValueError(f"{said}set by a separate key; legal: {OWN_DIRECTIVES[full]}")
     if full in FOREIGN_DIRECTIVES:
         raise ValueError(f"{said}the plan relies on its own value of this directive")
-
-
-def _long_options() -> list[str]:
-    return sorted(name for name in {*OWN_DIRECTIVES, *FOREIGN_DIRECTIVES} if len(name) > 1)
 
 
 def _shell_line(value: str) -> str:

@@ -165,7 +165,8 @@ class DevCluster:
         """
         if not at_once and self.is_reachable():
             self.cancel_all()
-            self._wait_for_empty_queue(self.shape.times.kill_wait_s + 3.0)
+            patience = Deadline(self.shape.times.kill_wait_s + 3.0)
+            patience.wait_for(lambda: not self.run("squeue", "--noheader", check=False).strip(), 0.1)
         # A process that left its session is not seen by Slurm's tracking; it still carries our name in its environment.
         leftovers = with_descendants([*self.job_processes(), *self.step_daemons()])
         for each in leftovers:
@@ -354,9 +355,6 @@ class DevCluster:
             self.layout.pid_file(name).unlink()
         for path in (self.layout.munge_socket, self.layout.database_socket, self.layout.subnet):
             path.unlink(missing_ok=True)
-
-    def _wait_for_empty_queue(self, patience_s: float) -> None:
-        Deadline(patience_s).wait_for(lambda: not self.run("squeue", "--noheader", check=False).strip(), 0.1)
 
 
 def _value(path: Path, key: str) -> int:

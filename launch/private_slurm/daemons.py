@@ -59,8 +59,8 @@ class Daemons:
         if (living := self.find(name)) and living.is_alive:
             return
         self._reap(name)
-        if name == MUNGED:
-            self._make_key()
+        if name == MUNGED and not self._layout.munge_key.exists():
+            write_atomically(self._layout.munge_key, secrets.token_bytes(128), mode=0o400)
         environment = {**self._installation.environment(os.environ), "SLURM_CONF": str(self._layout.slurm_conf)}
         if name == shape.DATABASE:
             shape.prepare_database(self._layout, self._installation, slurm_user(), environment)
@@ -165,10 +165,6 @@ class Daemons:
         helper = ["-d", program("slurmstepd")] if self._installation.prefix else []
         entry = processes.inside(holder) if holder else []
         return [*entry, program("slurmd"), "-D", "-f", str(layout.slurm_conf), "-N", node, *helper]
-
-    def _make_key(self) -> None:
-        if not self._layout.munge_key.exists():
-            write_atomically(self._layout.munge_key, secrets.token_bytes(128), mode=0o400)
 
     def _forget(self, *names: str) -> None:
         for name in names:

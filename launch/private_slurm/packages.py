@@ -329,7 +329,8 @@ def private(cache: Path | None = None, *, has_accounting: bool = False, release:
     release: another Debian suite, with its own C library (17 MB, with accounting 33); None: packages of this
     distribution (4 MB, with accounting 11).
     """
-    name = f"debian-{release}-{platform.machine()}-{EDITION}" if release else _own_name()
+    own = f"{_facts().get('ID', 'unknown')}-{_facts().get('VERSION_ID', '0')}"
+    name = f"debian-{release}-{platform.machine()}-{EDITION}" if release else f"{own}-{platform.machine()}"
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or own_home() / ".cache") / "rlhpc" / "slurm"
     prefix = cache / (name + ("-accounting" if has_accounting else ""))
     here = Installation(prefix)
@@ -353,11 +354,6 @@ def obtain(*, is_private: bool = False, has_accounting: bool = False, release: s
         return private(has_accounting=has_accounting, release=wanted)
     here = None if is_private else installed(has_accounting=has_accounting)
     return here or private(has_accounting=has_accounting)
-
-
-def _own_name() -> str:
-    facts = _facts()
-    return f"{facts.get('ID', 'unknown')}-{facts.get('VERSION_ID', '0')}-{platform.machine()}"
 
 
 def _make(prefix: Path, unpack: Callable[[Path, Path], None]) -> None:

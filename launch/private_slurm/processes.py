@@ -211,8 +211,9 @@ def claim_subnet(hub: Process, label: str, wanted: str | None = None) -> str:
     The kernel gives every name once, so two clusters never have one subnet.  label: shown by `ip link`.  Raises
     RoleFailed: none is free, or the wanted one is not.
     """
-    taken = _routed()
-    candidates = [wanted] if wanted else [f"198.{18 + k // 256}.{k % 256}" for k in _order(hub)]
+    taken, first = _routed(), (hub.pid * 37 + hub.birth) % _SUBNETS
+    order = [(first + k) % _SUBNETS for k in range(_SUBNETS)]
+    candidates = [wanted] if wanted else [f"198.{18 + k // 256}.{k % 256}" for k in order]
     for _ in Deadline(_PATIENCE_S if wanted else 0.0).polls(0.05):
         for subnet in candidates:
             network = ipaddress.ip_network(f"{subnet}.0/24")
@@ -271,11 +272,6 @@ def _routed() -> list[ipaddress.IPv4Network]:
     words = [word for line in lines for word in line.split()[:2] if word[0].isdigit()]
     found = [ipaddress.IPv4Network(word, strict=False) for word in words]
     return [network for network in found if network.prefixlen]
-
-
-def _order(hub: Process) -> list[int]:
-    first = (hub.pid * 37 + hub.birth) % _SUBNETS
-    return [(first + k) % _SUBNETS for k in range(_SUBNETS)]
 
 
 def _in_network(holder: Process | None) -> list[str]:

@@ -396,7 +396,8 @@ def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
         row = _row(rest, _FIELDS)
         if row is not None:
             rows.append(row)
-            directories[row.job_id] = _run_directory(log.strip())
+            found = _LOG_OF_A_RUN.fullmatch(log.strip())
+            directories[row.job_id] = Path(found[1]) if found else None
     rows = _waiting_together(rows)
     rows.sort(key=lambda row: (row.job_id, row.component or 0, row.array_task is None))
     return MyQueue(tuple(MyJob(row, directories[row.job_id]) for row in rows))
@@ -451,11 +452,6 @@ def _of_squeue(jobs: Sequence[int], timeout_s: float, patience_s: float) -> list
     words = (*_SQUEUE, f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
     answer = slurm(*words, timeout_s=timeout_s, patience_s=max(patience_s, min(BLINK_S, timeout_s)))
     return _rows(answer, _FIELDS, jobs)
-
-
-def _run_directory(log: str) -> Path | None:
-    found = _LOG_OF_A_RUN.fullmatch(log)
-    return Path(found[1]) if found else None
 
 
 # --------------------------------------------------------------------------------------------------------------- sacct

@@ -136,13 +136,10 @@ def is_stuck(reason: str) -> bool:
     A job that was requeued and held is PENDING again a moment later, and only its reason shows it.
     """
     name = reason.strip().strip("()").partition(",")[0]
-    return name in _STUCK or "held" in name.lower() or _is_beyond_a_limit_of_jobs(name)
-
-
-def _is_beyond_a_limit_of_jobs(name: str) -> bool:
-    """True of a limit for each job, such as QOSMaxGRESPerJob: jobs that end make no room for this one."""
-    found = _LIMIT.fullmatch(name)
-    return found is not None and (found["kind"] == "Min" or found["each"] in ("Job", "Node"))
+    limit = _LIMIT.fullmatch(name)
+    # Of a limit for each job, such as QOSMaxGRESPerJob: jobs that end make no room for this one.
+    is_of_each = limit is not None and (limit["kind"] == "Min" or limit["each"] in ("Job", "Node"))
+    return name in _STUCK or "held" in name.lower() or is_of_each
 
 
 def _limit_in_words(name: str) -> str:

@@ -54,7 +54,8 @@ def main() -> int:
     if not _is_recorded(plan, job, signals):
         text = f"job {job.submitted_id} has no record in {plan.layout.jobs}: its submission was abandoned"
         return _follow_up(plan, job, log, Outcome(Cause.UNRECORDED, text))
-    over = _over_before_it_began(plan)
+    is_complete_before = patiently(lambda: is_complete(plan.layout, is_certain=True), plan.layout.root)
+    over = Outcome(Cause.COMPLETE, "the run is complete") if is_complete_before else asked_to_end(plan.layout)
     if over is not None:
         return _follow_up(plan, job, log, over)
     successor = submit_successor(plan, job, log) if plan.continuation == "successor" else None
@@ -93,12 +94,6 @@ def owns_run(plan: JobPart, job: ThisJob) -> bool:
     """Whether the run ends with this job: no later one has taken it over."""
     attempt = read_attempt(plan.layout)
     return plan.hosts_controller and (attempt is None or attempt.owner == (job.job_id, job.restart))
-
-
-def _over_before_it_began(plan: JobPart) -> Outcome | None:
-    """The outcome if the run is already complete or stopped, in which case this job does nothing."""
-    is_over = patiently(lambda: is_complete(plan.layout, is_certain=True), plan.layout.root)
-    return Outcome(Cause.COMPLETE, "the run is complete") if is_over else asked_to_end(plan.layout)
 
 
 def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:

@@ -353,14 +353,8 @@ LOOK_AT_DISK_S = 2.0  # where the run itself says nothing
 BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
 # Of status.json, in the order of the fields of Progress.
 _OF_PROGRESS = (
-    "step",
-    "num_steps",
-    "reward",
-    "trainer_tokens_per_s",
-    "generator_tokens_per_s",
-    "staleness_max",
-    "eta_s",
-)
+    "step", "num_steps", "reward", "trainer_tokens_per_s", "generator_tokens_per_s", "staleness_max", "eta_s"
+)  # fmt: skip
 
 
 class Watch:
