@@ -57,7 +57,6 @@ from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError, RlhpcError, RoleFail
 # interpreter has loaded, threads, an event loop and CUDA included, does not matter; an evaluation is judged here, and
 # its engines are processes.
 
-
 _LONGEST_REASON = 50  # lines
 _SAYS = "rlhpc: "  # what begins an error, and whatever else interrupts the line of progress
 
@@ -428,7 +427,6 @@ def submit(
 # The Python API: what `import rlhpc` loads on first use (rlhpc/__init__.py), and the classes of what it returns.
 #
 # Small on purpose: everything in it keeps its names and meanings (docs/python.md).
-
 
 __all__ = [
     "Checkpoint", "Run", "RunJob", "StartedRun", "check", "compare", "evaluate", "export", "run", "start", "submit",

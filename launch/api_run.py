@@ -43,7 +43,6 @@ from rlhpc.training.checkpoint_directory import policy_version_of
 # the import path of this session                    →   PYTHONPATH of what it starts
 # "use --resume to continue it"                      →   "use resume=True to continue it"
 
-
 Overrides = Sequence[str] | Mapping[str, Any]  # ["run.name=x"] or {"run.name": "x"}
 Tell = Callable[[str], None]
 P = ParamSpec("P")

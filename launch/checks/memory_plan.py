@@ -58,7 +58,6 @@ from rlhpc.weights.buckets import plan_buckets
 # "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being computed anew.
 # Matrices of experts lie side by side while a product of Megatron's (bfloat16) takes them: 2·b·H·F_expert·E of a rank.
 
-
 ROUTING_IMBALANCE = 1.5  # tokens of the fullest rank of experts over the mean; a guess, routing is not bounded
 
 
@@ -181,7 +180,6 @@ def rows_in_flight(layout: ParallelLayout, stage: int) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
-
 
 GIB = 1 << 30
 FIXED_ALLOWANCE = 2 * GIB  # guess: CUDA context, cuBLAS workspaces and NCCL's buffers; grows with the groups
@@ -413,7 +411,6 @@ _STATES = {"megatron": _megatron, "deepspeed": _deepspeed, "reference": _referen
 #   staging    shadow: two buckets (the version itself is in host memory).  paused: three buckets, one being filled, one
 #              being loaded, one whose tensor a loader still references; and the largest module that is assembled from
 #              several tensors, both as received and as this rank's shard.  auto may become either.
-
 
 ENGINE_ALLOWANCE = 2 * GIB  # guess: CUDA context, graphs, activations of a step
 STAGING_ALLOWANCE = GIB // 2  # guess: NCCL's buffers of the weights' group, fragments

@@ -85,7 +85,6 @@ def judge_host(config: Config, shape: ModelShape, site: Site, source: Path) -> l
 # Input: a Config, its model and a limit.  Output: nothing, or a ConfigError with one line of advice.  Tries the usual
 # changes in the usual order, with the formulas of plan.py, so that the advice is an estimate too.
 
-
 Change = dict[str, Any]  # key → value
 
 
@@ -230,7 +229,6 @@ def _legal(config: Config, change: Change, model: Mapping[str, Any]) -> Config |
 #
 # Input: a Config, a ModelShape and the memory of a GPU.  Output: nothing, or a ConfigError.  An estimate (engine.py).
 
-
 BUCKETS = (256 << 20, 64 << 20)  # below, a broadcast is all latency
 SHARES = (0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 
@@ -320,7 +318,6 @@ def _smaller_buckets(config: Config) -> list[Change]:
 # Input: a Config, its model, who gets which GPU, and how large each is.  Output: a line, or a ConfigError that names
 # every share, and a change that fits.  An estimate (plan.py, engine.py).  Peaks are added although they rarely
 # coincide: torch keeps for itself what it has freed, so that the other process cannot have it.
-
 
 AN_ESTIMATE = "an estimate; nothing was measured"
 _CACHE_STEP = 64 << 20  # an advised cache is a multiple of it, so that it can be read
@@ -497,7 +494,6 @@ def _with_smaller_cache(
 
 
 # -------------------------------------------------------------------------------------------------------------- verdict
-
 
 NOBODY = GpuMap()
 NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})

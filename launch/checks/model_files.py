@@ -146,7 +146,6 @@ def _version_of(package: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- model files
 
-
 _NEEDED = ("config.json", "tokenizer.json")
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",

@@ -79,7 +79,6 @@ if __name__ == "__main__":
 
 # ------------------------------------------------------------------------------------------------------------- own code
 
-
 NO_ANSWER = "I do not know."
 _MOST_RECORDS = 1000  # among which the first of each task is looked for
 _MOST_S = 120.0  # for the imports of a formula

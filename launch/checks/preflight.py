@@ -39,7 +39,6 @@ from rlhpc.rewards.registry import BUILT_IN, JUDGE_EVERYTHING, asks_for_record, 
 #
 # Input: DatasetSummary, tokenizer.  Output: lines.
 
-
 _MOST_LINES = 12
 _MOST_PROMPTS = 0.9  # of a dataset: what is so of them is meant for all
 MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
@@ -160,7 +159,6 @@ def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = 
 
 
 # ------------------------------------------------------------------------------------------------------------ preflight
-
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*|(?:ba|da|z|k)?sh|perl|ruby|node|Rscript|julia|php")
 _PLAIN_FLAGS = ("-u", "-P", "-I", "-E", "-s", "-S", "-B", "-O", "-OO", "-x", "-e", "-l")  # without a value of their own

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 #
 # What `rlhpc COMMAND --help` lists: _takes_COMMAND adds the arguments of a command to its parser.
 
-
 MOST_ROWS = 40  # of a list
 _BEGINNINGS = ("--resume", "--fresh", "--from-start", "--no-replay", "--step")
 _OF_PREDICTIONS = {
@@ -577,7 +576,6 @@ def similar_command(word: str) -> str:
 #
 # Output: the script, for bash, zsh or fish, made by shtab from the parser of the command line.  It is static: a shell
 # that completes starts no Python, which would take a tenth of a second and more for every press of a key.
-
 
 _DIRECTORIES = ("RUN_DIR", "DIR", "DIRECTORY", "OUT", "MODEL|RUN_DIR", "RUN_DIR|DIR", "FIRST", "SECOND")  # metavars
 

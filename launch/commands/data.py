@@ -35,7 +35,6 @@ from rlhpc.protocol.errors import ConfigError, DataError
 #
 # Input: a dataset or a run file, a model, settings.  Output: Sources.
 
-
 OPEN = ("data", "generation")  # sections that the words may change
 _WHERE = tuple(f"data.{key}" for key in ("split", "size", "source_seed", "levels", "settings"))
 ANY_LENGTH = 1 << 40  # tokens
@@ -190,7 +189,6 @@ def _draw(record: Record) -> float:
 #
 # Input: Source.  Output: lines.
 
-
 _LONGEST_VALUE = 100  # characters of a field
 
 
@@ -236,7 +234,6 @@ def _cut(text: str) -> str:
 # `rlhpc data stats`: what a dataset consists of, in a table.
 #
 # Input: Source.  Output: lines.
-
 
 _FAULTS_SHOWN = 3
 
@@ -314,7 +311,6 @@ def _repeated(values: Sequence[Any], what: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- command
-
 
 _ONLY_CONVERT = ("min_tokens", "max_tokens", "min_characters", "max_characters", "distinct", "validation")
 SHOWN = 3  # records of `head`

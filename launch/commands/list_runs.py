@@ -22,7 +22,6 @@ from rlhpc.protocol.errors import ConfigError
 #
 # Input: Standing.  Output: lines, dictionaries.  Pure except for the current directory, to which paths are relative.
 
-
 _HEAD = ("RUN", "STATE", "STEP", "REWARD", "SEEN", "AGE", "JOBS", "WHERE", "REMARK")
 _LONGEST_REMARK, _MOST_JOBS = 160, 4
 

@@ -38,7 +38,6 @@ from rlhpc.protocol.errors import ConfigError
 # Guesses: peak rates are the vendors' (NVIDIA data sheets: dense bfloat16, for V100 float16; memory bandwidth of the
 # SXM form where there are two); the shares of them that software reaches are round numbers that nobody measured here.
 
-
 GUESS = "a guess"  # how the source of a guessed figure begins
 _TFLOPS_AND_GB_S = {
     "a100-40": (312, 1555), "a100-80": (312, 2039), "h100": (989, 3350), "h100-94": (835, 3900), "h200": (989, 4800),
@@ -286,7 +285,6 @@ def other_splits(config: Config, rates: Rates, rank_units: int, generator_units:
 
 
 # -------------------------------------------------------------------------------------------------------------- predict
-
 
 WITHIN = 0.05  # of the fastest split: counts as equally fast
 _KEYS = ("generation.num_replicas", "trainer.num_ranks")  # that set a split

@@ -72,7 +72,6 @@ def _parts_of(annotation: object) -> Iterator[type[BaseModel]]:
 
 # ------------------------------------------------------------------------------------------------------- reference page
 
-
 _MOST_VALUES = 3  # that are named one by one
 _TYPES = {
     int: "integer",

@@ -151,7 +151,6 @@ def _tell(line: str) -> None:
 # Input: run directories, or directories that hold some.  Output: TensorBoard, until Ctrl-C, of a temporary directory
 # that has links to event files.  New runs and new points appear while it serves.
 
-
 LOOK_EVERY_S = 5.0  # as TensorBoard
 FIND_EVERY = 12  # looks: new runs appear within a minute
 

@@ -72,7 +72,6 @@ def _show_jobs(options: argparse.Namespace) -> int:
 
 # --------------------------------------------------------------------------------------------------------------- submit
 
-
 Tell = Callable[[str], None]
 _ON_JOBS = r"after(?:any|corr|notok|ok)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
 _DEPENDENCY = re.compile(rf"{_ON_JOBS}(?:,{_ON_JOBS})*|{_ON_JOBS}(?:\?{_ON_JOBS})*")

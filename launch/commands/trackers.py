@@ -65,7 +65,6 @@ class ExportedRun:
 # Input: a .wandb file, which is a log of records (the log format of LevelDB: blocks of 32 KiB, a head of seven bytes a
 # piece) after seven bytes of its own; a record is one of wandb's protobuf messages.  Output: these.
 
-
 _MAGIC, _FILE_HEAD = b":W&B", 7
 _BLOCK = 32_768
 _HEAD = struct.Struct("<IHB")  # checksum, length, kind
@@ -98,7 +97,6 @@ def num_steps_in(file: Path) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- wandb files
-
 
 PROJECT = "rlhpc"  # `wandb sync --project` names another
 Row = tuple[int, float, dict[str, float]]  # step, unix time in seconds, points
@@ -188,7 +186,6 @@ def _num_written(wandb: ModuleType, run: Any) -> int:
 # A history of wandb only grows.  So a step that a resume trains again is not sent again, and figures of an evaluation,
 # which come when others steps have been sent, are sent with the step that follows them in time, over an axis of their
 # own, `evaluation/step`.  The files that `--wandb` writes without `--follow` hold the run as it is in the end.
-
 
 EVALUATION, EVALUATION_STEP = "evaluation/", "evaluation/step"
 LOOKS_COST = 0.05  # share of the time that reading the event files may take: they grow with the run

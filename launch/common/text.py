@@ -142,7 +142,6 @@ def _wait(pager: subprocess.Popen[str]) -> None:
 #
 # Paths: as users give them, when they were written, and how long those of temporary files may be.
 
-
 LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
 
 
@@ -183,7 +182,6 @@ def written_unix_s(path: Path) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------- text table
-
 
 _CONTROL = r"\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _OBEYED = re.compile(rf"[{_CONTROL}\x1b]")

@@ -45,7 +45,6 @@ from rlhpc.protocol.errors import ConfigError
 # Input: the demo's Config.  Output: the exit status of the run.  The cluster is in a separate temporary directory and
 # ends with the demo.
 
-
 OVERRIDES = ("run.name=demo-slurm", "generation.num_replicas=2")  # of the local demo's settings
 # One trainer node, two generator nodes, one without GPUs for the controller.
 SITE = """\
@@ -117,7 +116,6 @@ def _private_cluster() -> Iterator[DevCluster]:
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
-
 
 RUN_FILE = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_PROBLEMS = 8_000

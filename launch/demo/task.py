@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast
 #
 # Input: rewards by version.  Output: a PNG file.
 
-
 _SMOOTHED_OVER = 9  # versions on either side of the running mean together
 
 
@@ -56,7 +55,6 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 #
 # Output: tokenizer.json and tokenizer_config.json as in any HF checkpoint, so that the demo's model needs no network
 # and runs through the same code as a real one.
-
 
 PAD, BOS, EOS, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+-*/=();\n "
@@ -91,7 +89,6 @@ def encode(text: str) -> list[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------- task
-
 
 MIN_DIGITS = 3
 MAX_DIGITS = 5

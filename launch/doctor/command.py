@@ -53,7 +53,6 @@ from rlhpc.protocol.errors import ConfigError
 # Input: text and Private.  Output: text.  Guarantees: no value of a secret variable, nothing that looks like a key or a
 # token, no user name and no home directory is left.  Names of nodes, partitions and accounts are not removed.
 
-
 REMOVED = "(removed)"
 _WORDS = (
     r"token(?!iz)|secret|passw|passphrase|credential|cookie|auth(?!ors?\b)|api[_-]?key|access[_-]?key|_key|signature"
@@ -131,7 +130,6 @@ def _without_value(found: re.Match[str]) -> str:
 #
 # Input: findings, the probes' reports, site file and run file.  Output: text without secrets, to be
 # reviewed and sent.  Guarantees: only the user can read the file (mode 600); it is written completely or not at all.
-
 
 WIDTH = 140
 HEAD = """\

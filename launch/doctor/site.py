@@ -34,7 +34,6 @@ from rlhpc.rewards.code_place import check_sandbox, described_languages
 #
 # The result of a check of a site: key and value of the site file, a verdict, what is legal or what to do.
 
-
 Verdict = Literal["pass", "warn", "fail"]
 
 
@@ -88,7 +87,6 @@ def check_sandboxes(config: Config) -> Iterator[Finding]:
 #
 # Input: a path and /proc/mounts.  Output: Findings.  Whether compute nodes see the same, `rlhpc doctor` finds out.
 
-
 KEY = "cluster.shared_directory"
 # Filesystems that several machines mount; "fuse." and a name of these counts too.
 SHARED_TYPES = {
@@ -134,7 +132,6 @@ def filesystem_type(path: Path, mounts: str | None = None) -> str:
 #
 # Input: Findings.  Output: text and an exit status.
 
-
 _CHECK, _LEAST = 30, 40  # columns of the check; the least for result and remedy together
 
 
@@ -165,7 +162,6 @@ def _text(finding: Finding) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- login checks
-
 
 OLDEST, TRIED = (20, 11), ((22, 5), (24, 11), (26, 5))  # made for all from the first on; tests/slurm runs on the others
 HET_DEFECT = (25, 11)
@@ -446,7 +442,6 @@ def output_of(*words: str) -> str:
 # Input: a directory, the output of `lfs quota` and `quota`, and a Config.  Output: Findings.  The forecast is an upper
 # bound: 12 bytes per parameter plus the weights for every checkpoint kept and the one being written, plus rollouts; a
 # critic, taken to be of the policy's size, doubles the 12, and an average of the weights adds 4.
-
 
 STATE_BYTES = 12  # a parameter: master and two moments in float32
 AVERAGE_BYTES = 4

@@ -41,7 +41,6 @@ from rlhpc.protocol.errors import ConfigError
 # decides: the partition's QOS, the job's own (before it with the flag OverPartQOS), then the user's share of the
 # account and every account above it.  Slurm takes jobs beyond most limits, and keeps them pending for ever.
 
-
 NORMAL = "normal"  # where neither the site nor the user has chosen a QOS
 _PER = {"job": "per job", "node": "per node and job", "user": "per user", "account": "per account", "group": "in all"}
 _RESOURCES = {"cpu": "cores", "mem": "GiB of memory", "node": "nodes"}
@@ -281,7 +280,6 @@ def _key(component: JobComponent, resource: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- slurm check
-
 
 SHORTEST_JOB_AGE_S = 60  # below it a job that ended between two looks has never been seen
 

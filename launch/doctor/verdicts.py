@@ -20,7 +20,6 @@ from rlhpc.config.rules import Config
 # Input: a probe's report.  Output: Findings.  The tables are NVIDIA's and torch's; they are consulted only where
 # nvidia-smi lists GPUs.
 
-
 LEAST_DRIVER = {13: 580, 12: 525, 11: 450}  # by CUDA's major release, minor versions being compatible
 OLDEST_ARCHITECTURE = {13: (7, 5), 12: (7, 0), 11: (5, 0)}  # what CUDA 13 still compiles for: V100 (sm_70) is out
 NEWEST_ARCHITECTURE = (12, 1)
@@ -126,7 +125,6 @@ def _sm(capability: tuple[int, int]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
-
 
 SLOW_S = 5.0  # files that take longer to be seen make rendezvous slow
 LEAST_TMP, LEAST_SHM, LEAST_FILES = 10 * GIB, GIB, 4096

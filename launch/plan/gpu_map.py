@@ -125,7 +125,6 @@ def _nodes(key: str, tasks: int, most: int | None, given: int | None, section: s
 
 # -------------------------------------------------------------------------------------------------------------- gpu map
 
-
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 EVALUATING = f"{EVALUATOR}-0"  # the process that evaluates a run
 

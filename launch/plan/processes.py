@@ -183,7 +183,6 @@ def _describe_layout(trainer: TrainerConfig) -> str:
 # Input: Config, the map of GPUs.  Output: text.  The same components as a Slurm job has, each process beside the
 # supervisor.
 
-
 STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than an hour for one, and a user is watching
 
 

@@ -24,7 +24,6 @@ from rlhpc.config.rules import Config
 
 # --------------------------------------------------------------------------------------------------------------- script
 
-
 SHORTEST_WARNED_S = 300  # time limit of jobs that are warned of it
 _OPENING = """\
 trap '' USR2  # until the supervisor listens

@@ -33,7 +33,6 @@ from rlhpc.protocol.errors import ConfigError
 #
 # Each type refuses what would break a script, or what Slurm would interpret differently from what it seems to say.
 
-
 T = TypeVar("T")
 
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400

@@ -53,7 +53,6 @@ from rlhpc.protocol.errors import ConfigError, RoleFailed, RunDirectoryError
 
 # -------------------------------------------------------------------------------------------------------------- cluster
 
-
 _BROKEN = ("inval", "drain", "fail", "error")  # node states that do not change by waiting
 _UP = ("idle", "planned", "mixed", "allocated", "completing")
 IDLE = ("idle", "planned")  # the second is the first with a job to come, and stays for a moment when that is gone

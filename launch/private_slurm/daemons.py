@@ -26,7 +26,6 @@ from rlhpc.protocol.errors import RoleFailed, RunDirectoryError
 
 # -------------------------------------------------------------------------------------------------------------- daemons
 
-
 HUB, MUNGED, CONTROLLER = "network", "munged", "slurmctld"
 BEFORE_NODES = (HUB, MUNGED, shape.DATABASE, shape.DAEMON, CONTROLLER)  # in the order of their start
 _LOWEST_PORT = 10_000

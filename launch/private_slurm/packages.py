@@ -26,7 +26,6 @@ from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 #
 # Input: PATH or a prefix.  Writes nothing.
 
-
 REMEDY = (
     "install Slurm's packages (Debian, Ubuntu: apt-get install --no-install-recommends slurmctld slurmd slurm-client "
     "munge), or let `rlhpc cluster up --private` unpack them in your own cache, which needs apt's lists and a network"
@@ -109,7 +108,6 @@ class Installation:
 # Input: the name of a suite.  Output: a tree of packages with their own C library and dynamic linker.  Nothing on the
 # machine changes: apt works in a separate directory, as any user.  patchelf sets linker and library paths in every
 # program, so that no environment variable is needed that a job's own programs would inherit.
-
 
 RELEASES = {"bookworm": "22.05", "trixie": "24.11", "sid": "26.05"}  # Slurm's; that of sid moves on
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -302,7 +300,6 @@ def _name() -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- packages
-
 
 ROOTS = ("munge", "slurm-client", "slurmctld", "slurmd")
 ACCOUNTING_ROOTS = ("mariadb-server-core", "slurm-wlm-mysql-plugin", "slurmdbd")

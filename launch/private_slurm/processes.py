@@ -156,7 +156,6 @@ def _stat(pid: int) -> list[str] | None:
 # namespace of a process, or is the peer of one that does, so that it disappears with the process: a crash leaves none
 # behind.
 
-
 _SUBNETS = 512  # 198.18.0.0/15, which RFC 2544 keeps for tests of networks, in parts of 256 addresses
 _PATIENCE_S = 5.0  # the kernel takes down a dead namespace in the background
 _BRIDGE = "switch"

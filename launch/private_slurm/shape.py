@@ -102,7 +102,6 @@ def _refuse_unfit(root: Path) -> None:
 # Input: paths and a port.  Functions that make text and argument lists are pure; `prepare_database` writes.  The
 # database listens on a unix socket only and has no passwords: access to the socket's directory is the access control.
 
-
 DATABASE, DAEMON = "mariadbd", "slurmdbd"
 ACCOUNT = "lab"  # exists in every cluster with accounting; jobs of another account are refused
 _SYSTEM_TABLES = ("system_tables.sql", "system_tables_data.sql")  # mysql_…; since MariaDB 11 mariadb_…
@@ -226,7 +225,6 @@ def check_own_name(slurm_version: tuple[int, int]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- shape
-
 
 _NAME = re.compile(r"[a-z]{1,5}")  # a node is this and a number; both appear in paths of sockets
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*")

@@ -27,7 +27,6 @@ from rlhpc.protocol.errors import RunDirectoryError
 # is written once, after sbatch has returned the id, and never changed; the state of the job is always asked of Slurm.
 # Python 3.9 and the standard library only, so that a supervisor can record a successor that it submits.
 
-
 CONTROLLER_JOBS = ("hetjob", "controller")  # names of the jobs that host the controller
 _ELASTIC_PLAN = re.compile(r"generation-(\d+)\.json")
 
@@ -142,7 +141,6 @@ def _read_job_record(path: Path) -> JobRecord:
 
 
 # --------------------------------------------------------------------------------------------------------- exit records
-
 
 _TAIL_BYTES = 20_000
 

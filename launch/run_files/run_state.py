@@ -30,7 +30,6 @@ from rlhpc.protocol.errors import EXIT_ALONE, EXIT_CONFIG, EXIT_FENCED
 #
 # A file that is missing or incomplete counts as absent.
 
-
 _TAIL_BYTES = 16384  # an event is a line of some hundred bytes
 
 
@@ -188,7 +187,6 @@ class Outcome:
 
 
 # ------------------------------------------------------------------------------------------------------------ run state
-
 
 FIRST_SAVE_S = 60.0  # assumed for a run that has not saved yet
 
@@ -376,7 +374,6 @@ def _found(directory: Path, pattern: str) -> list[Path]:
 # The summary printed at the end of a run: figures, what was saved, and the next command.
 #
 # Input: a run directory whose processes have ended.  Output: lines.
-
 
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("steps", "optimiser steps", lambda v: f"{v:,.0f}"),

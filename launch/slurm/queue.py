@@ -32,7 +32,6 @@ from launch.slurm.states import (
 #
 # Input: ids as squeue writes them.  Output: states in Slurm's words.  Raises SlurmError.
 
-
 PATIENCE_S = 60.0  # for a slurmctld that is away, where somebody waits for the answer
 SOON_S = 12.0  # for an answer to somebody who asks again soon and has other things to look after meanwhile
 MIN_JOB_AGE_S = 300.0  # Slurm's own default
@@ -117,7 +116,6 @@ def _activity(state: str) -> int:
 # The Slurm job whose batch step this process is: its identity, its end time, and how to requeue it.
 #
 # Input: the environment variables that Slurm sets.  Knows nothing about other jobs.
-
 
 REQUEUE_PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
 REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
@@ -286,7 +284,6 @@ def _end_as_said(job: ThisJob, environment: Mapping[str, str]) -> float | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- queue
-
 
 ANSWER_S = 12.0
 BLINK_S = 2.0  # squeue is repeated after an immediate failure, not after a slow one
@@ -534,7 +531,6 @@ def _number(text: str | None) -> int | None:
 #
 # Input: job ids.  Output: a state for J, J+1 and J_1.  A job that neither squeue nor sacct knows has ended: without
 # accounting there is no other sign of it.
-
 
 GONE = "GONE"  # neither squeue nor sacct knows the job
 FINAL = OVER | {"LAUNCH_FAILED", GONE}

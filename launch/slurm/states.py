@@ -19,7 +19,6 @@ from enum import Enum
 # Input: the reason that squeue prints.  Output: a sentence.  Pure.  Names of limits number some two hundred and have
 # four parts (whose, which kind, of what, for whom); they are parsed instead of listed.
 
-
 _SLURMS_OWN = "waits for the scheduler to consider it again"
 
 # Reasons by their exact name.
@@ -173,7 +172,6 @@ def _limit_in_words(name: str) -> str:
 # Values printed by Slurm's commands: durations and array tasks.
 #
 # Input: text.  Output: numbers.  Pure; Python 3.9 and the standard library.
-
 
 _TASKS = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")

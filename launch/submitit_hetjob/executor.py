@@ -41,7 +41,6 @@ from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 #
 # Input: components.  Output: the script's text, and the content of plan.json.
 
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 DEFAULT_MINUTES, DEFAULT_WARN_S = 5, 90  # submitit's time and signal_delay_s
 # Of the whole job, or set here: a component cannot set any of them.
@@ -215,7 +214,6 @@ def _srun_sizes(part: NativeComponent) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------- executor
-
 
 __all__ = ["Component", "HeterogeneousSlurmExecutor"]
 

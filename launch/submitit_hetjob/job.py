@@ -39,7 +39,6 @@ from rlhpc.protocol.errors import ConfigError
 # subclass of a class defined here.  tests/unit/launch/test_executor_parts.py checks each seam against the
 # installed version; importing this module refuses any version but 1.5.
 
-
 SUPPORTED = "1.5."
 Handler = Callable[[int, FrameType | None], Any]
 R = TypeVar("R", covariant=True)

@@ -34,7 +34,6 @@ from rlhpc.metrics.meters import WORKS, TimelineEntry
 # Input: RunView.  Output: sentences, the most important first.  Figures are means over the second half of the
 # steps; a run that is too young gets no recommendations.
 
-
 FEWEST_STEPS = 10
 IDLE = 0.15  # of the time: below it nothing is recommended
 _OTHER = 0.10  # a neighbour idle for less is the bottleneck
@@ -233,7 +232,6 @@ def _losses(view: RunView, mean: Reader) -> Iterator[str]:
 #
 # Input: the file, which may still be growing.  Output: Recorded.  A month of 512 generators is 2.8 million shares of
 # intervals in 150 MB: lines are read one by one, and neighbours merged as a chart would do.
-
 
 MOST_STRETCHES = 900  # of the file, or few more: twice what a chart has columns for
 _GAP_S = 1.0  # between two intervals: the process was not there
@@ -510,7 +508,6 @@ def _of_jobs(view: RunView) -> Iterator[Happening]:
 #
 # Input: Story, settings, plans of jobs.  Output: rows of a table.  Without GPUs, hours of processes are counted.
 # Intervals that the timeline did not record do not count.
-
 
 _DOES = {"trainer": "training", "generator": "generating"}
 _TOKENS = ("tokens/generated_total", "generator/tokens_lost_total")

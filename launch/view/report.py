@@ -72,7 +72,6 @@ def write_whole(path: Path, page: bytes) -> None:
 # above. A gap in a row means that the process was absent.  A role with many processes has one row for their mean, and
 # a separate row for each process with an event.
 
-
 WIDTH = 1080
 _LEFT, _RIGHT, _ROW, _GAP, _TOP = 150, 10, 17, 5, 46
 MOST_COLUMNS = 450  # intervals of a row that are drawn apart
@@ -245,7 +244,6 @@ def _marks(marks: Sequence[Marked], x: Scale, height: float) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------- report data
-
 
 MOST_MARKS = 60
 

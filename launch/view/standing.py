@@ -35,7 +35,6 @@ from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 # is read twice, whatever the symbolic links; run directories are not searched for other runs; depth and number are
 # bounded, and what was skipped is reported.
 
-
 DEPTH = 4  # levels below the directory that is given
 MOST_DIRECTORIES = 50_000
 _AT_ONCE = 16  # a directory on NFS takes a millisecond, most of it waiting
@@ -136,7 +135,6 @@ def _directories(path: Path, entries: Iterable[os.DirEntry[str]]) -> Iterator[Pa
 # Input: RunView and the run's lines of the queue.  Output: Standing.  Pure except that it reads the directory.
 # Slurm and the process table are trusted first, then a status file that is still being updated; a run that says
 # "training" while nothing is alive is lost.
-
 
 _CLOCK_SKEW_S = 60.0  # between a node that writes and slurmctld
 _STOPS = {Cause.STOP, Cause.ABORT, Cause.SIGNAL}
@@ -367,7 +365,6 @@ def _newest(steps: dict[int, dict[str, Any]]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------- survey
-
 
 _NOT_ASKED = "another user's jobs are not queried"
 

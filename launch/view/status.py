@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 #
 # A full disk refuses status.json too, so that the run can tell nobody: a status that is old may mean that.
 
-
 OLD_S = 10.0  # age of a status that its controller cannot be writing any more
 _PROBE_BYTES = 16 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -107,7 +106,6 @@ def lines_about_evaluation_job(layout: RunLayout) -> list[str]:
 # Input: guard.jsonl, strikes.jsonl and evaluations/ of a run directory.  Output: lines, or JSON.  Loads nothing where
 # none of them is there.
 
-
 NUM_SHOWN = 5  # prompts
 
 
@@ -163,7 +161,6 @@ def read_notes(view: RunView) -> Notes:
 
 
 # --------------------------------------------------------------------------------------------------------------- status
-
 
 NUM_FIGURES = 2  # lines of them at the head of a status
 WIDTH = 80  # columns, of counts
@@ -344,7 +341,6 @@ def _row(role: dict[str, Any]) -> str:
 # Input: status.json.  Output: printed lines.  Groups dropped because their rewards cannot be computed, or because they
 # kill generators, are reported when that happens, and again whenever their number has doubled.
 
-
 _TOLD = {
     "dropped_verifier_error": "no verifier could judge them; `rlhpc rollouts {root} --verdict verifier_error` says why",
     "dropped_poison": "their leases were lost, or their prompts are quarantined: `rlhpc status {root}` lists these",
@@ -457,7 +453,6 @@ class Watch:
 # Follow a submitted run until its jobs have ended: the progress line, and a line whenever a job changes its state.
 #
 # Input: status.json and the queue.  Output: printed lines.
-
 
 ASK_SLURM_EVERY_S = 15.0  # slurmctld serves all users
 NEARLY_OVER_S = 2.0  # once the result exists
