@@ -173,26 +173,13 @@ def _sums(
     for job in plan.jobs:
         for part in job.components:
             sources, asked = sources_of(part, partitions.get(part.name), facts), _wanted(part) | {"": 1}
-            for resource, amount in asked.items():
-                what = "most" if resource else "running"
-                for scope in (
-                    ("user", "account", "group") if amount and not (resource == "node" and shares_nodes) else ()
-                ):
-                    limit = _limit_of(sources, what, scope, resource)
-                    if limit is not None:
-                        together = sums[limit.source.key, limit.source.value, scope, resource]
-                        together.add(part, limit, amount, job.array_size or 1)
+            counted = [name for name, amount in asked.items() if amount and not (name == "node" and shares_nodes)]
+            for resource, scope in itertools.product(counted, ("user", "account", "group")):
+                limit = _limit_of(sources, "most" if resource else "running", scope, resource)
+                if limit is not None:
+                    together = sums[limit.source.key, limit.source.value, scope, resource]
+                    together.add(part, limit, asked[resource], job.array_size or 1)
     return sums
-
-
-def most_submitted(plan: JobPlan, partitions: Mapping[str, PartitionFacts | None], facts: ClusterFacts) -> list[int]:
-    """Return the limits on the number of jobs in the queue that hold for any part of a plan."""
-    return [
-        limit.most
-        for part in plan.components
-        for scope in ("user", "account", "group")
-        if (limit := _limit_of(sources_of(part, partitions.get(part.name), facts), "submitted", scope)) is not None
-    ]
 
 
 class _Sum:
@@ -230,18 +217,12 @@ def _accounts_from(name: str, facts: ClusterFacts) -> list[LimitSource]:
 def _limit_of(sources: list[list[LimitSource]], what: str, scope: str, resource: str = "") -> Limit | None:
     """Return the limit that decides, the lowest of those that hold together."""
     for together in sources:
-        said = [
-            Limit(most, source)
-            for source in together
-            if (most := _said(source.limits, (what, scope), resource)) is not None
-        ]
+        known = [(source, source.limits.resources.get((what, scope), {}).get(resource) if resource
+                  else source.limits.numbers.get((what, scope))) for source in together]  # fmt: skip
+        said = [Limit(most, source) for source, most in known if most is not None]
         if said:
             return min(said, key=lambda limit: limit.most)
     return None
-
-
-def _said(limits: JobLimits, key: tuple[str, str], resource: str) -> int | None:
-    return limits.resources.get(key, {}).get(resource) if resource else limits.numbers.get(key)
 
 
 def _wanted(component: JobComponent) -> dict[str, int]:
@@ -538,7 +519,13 @@ def _submissions(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     if "limits" not in facts.enforced:
         return
     number = sum((job.array_size or 1) * len(job.components) for job in plan.jobs)
-    limits = most_submitted(plan, _partitions(plan, facts), facts)
+    partitions = _partitions(plan, facts)
+    limits = [
+        limit.most
+        for part in plan.components
+        for scope in ("user", "account", "group")
+        if (limit := _limit_of(sources_of(part, partitions.get(part.name), facts), "submitted", scope)) is not None
+    ]
     if limits and number > min(limits):
         text = f"Slurm counts {number} jobs, and at most {min(limits)} may be submitted at once (MaxSubmitJobs)"
         yield Finding("cluster.placement", plan.placement, "warn", text, "fewer generators, or whole nodes for them")
