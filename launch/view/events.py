@@ -44,27 +44,11 @@ def advice_for(view: RunView) -> list[str]:
     steps = view.curves.get("time/step_s")
     if steps is None or len(steps.steps) < FEWEST_STEPS:
         return [f"Too early to recommend anything: fewer than {FEWEST_STEPS} steps are done."]
-    rules = (
-        _balance,
-        _spread,
-        _truncation,
-        _packing,
-        _lockstep,
-        _preemptions,
-        _verifier,
-        _policy,
-        _checkpoints,
-        _losses,
-    )
-    return [said for rule in rules for said in rule(view, _reader(view))]
+    rules = (_balance, _rollouts, _batches, _services, _steps)
+    return [said for rule in rules for said in rule(view, lambda name: view.mean_of(name) or 0.0)]
 
 
-Reader = Callable[[str], float]
-
-
-def _reader(view: RunView) -> Reader:
-    """Mean of a metric; 0 where it was not written."""
-    return lambda name: view.mean_of(name) or 0.0
+Reader = Callable[[str], float]  # the mean of a metric; 0 where it was not written
 
 
 def _balance(view: RunView, mean: Reader) -> Iterator[str]:
@@ -140,7 +124,8 @@ def _can_be_in_parts(view: RunView, mean: Reader) -> bool:
     return obeys_rules(with_values(config, {"admission.step_parts": 4}))
 
 
-def _spread(view: RunView, mean: Reader) -> Iterator[str]:
+def _rollouts(view: RunView, mean: Reader) -> Iterator[str]:
+    """Rewards without variance, and completions that are cut off."""
     share, easy = mean("reward/zero_spread_share"), mean("group/all_correct_share")
     why = "too easy" if easy > share / 2 else "too hard"
     if share >= 0.4:
@@ -148,9 +133,6 @@ def _spread(view: RunView, mean: Reader) -> Iterator[str]:
             f"{share:.0%} of finished groups have zero reward variance and teach nothing, mostly because prompts are "
             f"{why}: [curriculum] rests such prompts, which would save up to {share:.0%} of sampling."
         )
-
-
-def _truncation(view: RunView, mean: Reader) -> Iterator[str]:
     share, longest = mean("length/truncated_share"), mean("length/completion_max")
     if share >= 0.1:
         yield (
@@ -159,7 +141,8 @@ def _truncation(view: RunView, mean: Reader) -> Iterator[str]:
         )
 
 
-def _packing(view: RunView, mean: Reader) -> Iterator[str]:
+def _batches(view: RunView, mean: Reader) -> Iterator[str]:
+    """Micro-batches with room in them, and ranks that have more of them than others."""
     fill, rows = mean("packing/fill"), mean("packing/num_microbatches")
     budget = view.config.trainer.token_budget if view.config is not None else 0
     if 0 < fill < 0.6:
@@ -167,9 +150,6 @@ def _packing(view: RunView, mean: Reader) -> Iterator[str]:
             f"Micro-batches are {fill:.0%} full ({rows:.1f} per rank and step): trainer.token_budget={budget} is more "
             "than a rank can fill; use more groups per step, or a smaller budget, which saves memory."
         )
-
-
-def _lockstep(view: RunView, mean: Reader) -> Iterator[str]:
     slowdown = mean("packing/lockstep_slowdown")
     if slowdown >= 1.15:
         yield (
@@ -178,7 +158,8 @@ def _lockstep(view: RunView, mean: Reader) -> Iterator[str]:
         )
 
 
-def _preemptions(view: RunView, mean: Reader) -> Iterator[str]:
+def _services(view: RunView, mean: Reader) -> Iterator[str]:
+    """Engines without cache, verifiers that fail or are too few."""
     curve = view.curves.get("generator/preemptions")
     total = curve.growth if curve is not None else 0.0  # each generator counts from its own start
     if total > 0.02 * max(1, view.sampled.num_rollouts):
@@ -186,9 +167,6 @@ def _preemptions(view: RunView, mean: Reader) -> Iterator[str]:
             f"Engines have preempted {total:.0f} rollouts for lack of KV cache and recomputed them: lower "
             "generation.max_num_seqs, or give the cache more memory."
         )
-
-
-def _verifier(view: RunView, mean: Reader) -> Iterator[str]:
     share, queued = mean("reward/verifier_error_share"), mean("reward/queued")
     if share > 0.01:
         yield (
@@ -199,15 +177,13 @@ def _verifier(view: RunView, mean: Reader) -> Iterator[str]:
         yield f"{queued:.0f} completions are queued at the reward services: raise rewards.workers_per_replica."
 
 
-def _policy(view: RunView, mean: Reader) -> Iterator[str]:
+def _steps(view: RunView, mean: Reader) -> Iterator[str]:
+    """A policy that moves too fast, checkpoints that take too long, and what was lost with generators."""
     ess, clipped = view.mean_of("policy/ess"), mean("policy/clip_high_share")
     if ess is not None and ess < 0.3:
         yield f"The effective sample size is {ess:.0%}: lower admission.max_staleness or the learning rate."
     if clipped > 0.3:
         yield f"{clipped:.0%} of tokens are clipped from above: the learning rate is too high for this batch."
-
-
-def _checkpoints(view: RunView, mean: Reader) -> Iterator[str]:
     blocked, step_s = mean("time/checkpoint_s"), mean("time/step_s") or 1.0
     every = view.config.checkpoint.every_steps if view.config is not None else 0
     if every and (share := blocked / (every * step_s)) >= 0.02:
@@ -215,14 +191,11 @@ def _checkpoints(view: RunView, mean: Reader) -> Iterator[str]:
             f"Checkpoints block training for {blocked:.1f} s each, {share:.0%} of the time: raise "
             f"checkpoint.every_steps={every}."
         )
-
-
-def _losses(view: RunView, mean: Reader) -> Iterator[str]:
     lost, kept = map(view.curves.get, ("generator/tokens_lost_total", "tokens/generated_total"))
     if lost is not None and kept is not None and lost.last > 0.01 * kept.last:
-        share = f"{lost.last / (lost.last + kept.last):.1%}"
         yield (
-            f"{share} of tokens were lost with generators: lower buffer.partial_interval_tokens or partial_interval_s."
+            f"{lost.last / (lost.last + kept.last):.1%} of tokens were lost with generators: lower "
+            "buffer.partial_interval_tokens or partial_interval_s."
         )
 
 
