@@ -32,6 +32,8 @@ from bench.figures import tell
 from launch.demo.run import NUM_PROBLEMS, RUN_FILE
 from launch.demo.task import write_dataset
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import EVENTS, Dropped, Taken, Trained
+from rlhpc.buffer.log import read_log
 
 LOOK_S = 0.2
 
@@ -76,24 +78,12 @@ class Watch:
         self._seconds[key] = name_of(process), times.user + times.system
 
     def _read_events(self) -> None:
-        for path in self.layout.rollouts.glob("events_000000.jsonl"):
-            with path.open("rb") as file:
-                file.seek(self._place)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._place += len(line)
-                    self._count(json.loads(line[line.index(b" ") + 1 :]))
-
-    def _count(self, event: dict[str, object]) -> None:
-        if event["event"] == "trained":
-            self._steps += 1
-        elif event["event"] == "dropped":
-            self._groups += 1
-        elif event["event"] == "taken":
-            groups = event["groups"]
-            assert isinstance(groups, list)
-            self._groups += len(groups)
+        for path in self.layout.rollouts.glob("events_000000.log"):
+            file = read_log(path, EVENTS, start=self._place)
+            for _, event in file.messages():
+                self._steps += isinstance(event, Trained)
+                self._groups += len(event.groups) if isinstance(event, Taken) else isinstance(event, Dropped)
+            self._place = file.places[-1][1] if file.places else self._place
 
 
 def name_of(process: psutil.Process) -> str:

@@ -26,7 +26,7 @@ from bench.figures import tell
 from launch.demo.run import RUN_FILE
 from launch.demo.task import write_dataset
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.buffer.history import event_paths
+from rlhpc.buffer.history import Trained, event_paths, read_events
 
 LOOK_S = 0.005
 FIRST_STEPS, MORE_STEPS = 4, 2
@@ -34,7 +34,8 @@ FIRST_STEPS, MORE_STEPS = 4, 2
 
 def num_trained(layout: RunLayout) -> int:
     """Steps that were done, of all attempts."""
-    return sum(path.read_bytes().count(b'"event": "trained"') for path in event_paths(layout.rollouts))
+    files = map(read_events, event_paths(layout.rollouts))
+    return sum(isinstance(event, Trained) for file in files for event in file.events.values())
 
 
 def until_first_step(layout: RunLayout, words: Sequence[str]) -> float:

@@ -41,7 +41,7 @@ from rlhpc.base.files import (
 from rlhpc.base.ownership import take_over
 from rlhpc.base.patience import briefly
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.buffer.history import attempt_of, event_paths
+from rlhpc.buffer.history import EVENTS
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.config.file import SEVERAL, config_hash, read_resolved, write_resolved
 from rlhpc.config.rules import Config
@@ -61,8 +61,8 @@ def num_attempts(layout: RunLayout) -> int:
     Raises OSError.
     """
     noted = 0 if is_absent(layout.attempts) else len(layout.attempts.read_text().splitlines())
-    paths = event_paths(layout.rollouts)
-    return max(noted, attempt_of(paths[-1]) + 1 if paths else 0)
+    files = EVENTS.numbered(layout.rollouts)
+    return max(noted, files[-1][0] + 1 if files else 0)
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoint choice
@@ -214,7 +214,7 @@ def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_
 # how fast, wants the same ones.
 
 
-FILES = ("journal_*.h5", "events_*.jsonl", "partials_*.bin")
+FILES = ("journal_*.h5", "events_*.log", "partials_*.log")
 SHAPES_STEPS = (
     "algorithm.",
     "critic.",

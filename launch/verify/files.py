@@ -21,6 +21,7 @@ from launch.verify.report import Check, FileVerdict, Offence, ReadProgress, Row,
 from launch.verify.timeline import beginning_that_is_needed, event_rows, first_rollout, journal_rows, replay_cost
 from rlhpc.base.files import openness
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.log import damage_in_words
 from rlhpc.buffer.prefixes import PartialFile, partial_paths, read_partial_file, read_partials
 from rlhpc.buffer.segments import read_segment, segment_paths
 from rlhpc.config.file import read_resolved
@@ -39,7 +40,7 @@ from rlhpc.transport.security import refuse_loose_keys
 #
 # The partial rollouts of a run: every record by its checksum.
 #
-#     rollouts/partials_NNNNNN.bin ─▶ rows of `rlhpc check RUN_DIR`
+#     rollouts/partials_NNNNNN.log ─▶ rows of `rlhpc check RUN_DIR`
 #
 # Guarantees: a run that is going on, or was killed, is sound: the end of a file may be half written, and it is deleted
 # once the next one holds what is running.
@@ -53,14 +54,14 @@ def partial_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
         progress(path.name)
         try:
             file = read_partial_file(path)
-            file = read_partial_file(path) if file.damage else file  # perhaps it was being written
+            file = read_partial_file(path) if file.log.damage else file  # perhaps it was being written
         except JournalError as error:
             if path.exists():  # else the next one has taken its place meanwhile
                 is_sound = False
                 yield Row("partials", path.name, FileVerdict.DAMAGED, str(error))
             continue
-        if file.damage:
-            is_sound &= file.is_torn
+        if file.log.damage:
+            is_sound &= file.log.is_torn
             yield _damage_of(file)
     if paths and is_sound:
         known = read_partials(layout.rollouts)[0].values()
@@ -70,12 +71,12 @@ def partial_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
 
 
 def _damage_of(file: PartialFile) -> Row:
-    where = ", ".join(f"{first} to {end}" for first, end in file.damage[:10])
-    if file.is_torn:
-        text = f"bytes {where} at its end: half written when its process ended, or being written now"
-        return Row("partials", file.path.name, FileVerdict.NOTE, text)
-    text = f"{file.path}: bytes {where} are damaged: their rollouts are sampled again"
-    return Row("partials", file.path.name, FileVerdict.DAMAGED, text)
+    path, where = file.log.path, damage_in_words(file.log.damage)
+    if file.log.is_torn:
+        text = f"{where} at its end: half written when its process ended, or being written now"
+        return Row("partials", path.name, FileVerdict.NOTE, text)
+    text = f"{path}: {where} are damaged: their rollouts are sampled again"
+    return Row("partials", path.name, FileVerdict.DAMAGED, text)
 
 
 # ------------------------------------------------------------------------------------------------------------ run check
@@ -290,9 +291,9 @@ def files(evidence: Evidence, progress: Progress) -> Check:
         elif state.fate is Fate.UNDONE:
             check.remarks.append(f"{row.name}: {row.text}")
     for attempt in evidence.events.attempts.values():
-        if attempt.damaged_lines:
-            text = f"lines {listed(attempt.damaged_lines)} are damaged: the checksums differ"
-            check.accuse(Offence(text, file=f"{rollouts}/{attempt.path.name}", row=attempt.damaged_lines[0]))
+        if attempt.damage:
+            text = f"{damage_in_words(attempt.damage)} are damaged: the checksums differ"
+            check.accuse(Offence(text, file=f"{rollouts}/{attempt.path.name}"))
     _look_at_journal(check, evidence, progress)
     if evidence.events.unknown:
         kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(evidence.events.unknown.items()))

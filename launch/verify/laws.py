@@ -504,9 +504,9 @@ def staleness(evidence: Evidence) -> Check:
                     f"group {group}, admitted at version {admitted.version}, trained version {known.version} at step "
                     f"{step}: staleness {known.version - admitted.version}, admission.max_staleness={bound}"
                 )
-                attempt, line = evidence.events.taken_at[step]
+                attempt, number = evidence.events.taken_at[step]
                 file = f"rollouts/{evidence.events.attempts[attempt].path.name}"
-                check.accuse(Offence(text, group=group, step=step, file=file, row=line))
+                check.accuse(Offence(text, group=group, step=step, file=file, row=number))
     worst = int(stale.max(initial=0))
     check.looked_at = f"{len(trained) + num_recorded} trained groups, bound {bound}, most {worst}"
     return check

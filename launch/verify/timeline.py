@@ -1,18 +1,17 @@
-"""Read the event logs of a run line by line, continue later where the last reading ended, and judge each event.
+"""Read the event logs of a run, continue later where the last reading ended, and judge each event.
 
-Input: rollouts/events_*.jsonl.  Output: what the events come to (rlhpc/buffer/history.py: EventFold), and what an
+Input: rollouts/events_*.log.  Output: what the events come to (rlhpc/buffer/history.py: EventFold), and what an
 attempt cannot have done: each event is compared with the state that the ones before it have made.  Unknown kinds of
 events are counted.  Memory: an object per step, a few numbers per group.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,13 @@ from rlhpc.buffer.history import (
     EventFold,
     Taken,
     Trained,
-    attempt_of,
-    document_of,
-    event_of,
     event_paths,
     fold_events,
     read_events,
 )
 from rlhpc.buffer.journal import JournalContent, journal_paths, read_first_sequence, read_journal
-from rlhpc.protocol.errors import CheckpointError, JournalError
+from rlhpc.buffer.log import LogContent, damage_in_words, read_log
+from rlhpc.protocol.errors import CheckpointError, JournalError, ProtocolError
 from rlhpc.roles.controller.state import read_saved_state
 
 # -------------------------------------------------------------------------------------------------------------- columns
@@ -77,8 +74,8 @@ class AttemptEvents:
     """What one attempt wrote."""
 
     path: Path
-    num_lines: int = 0
-    damaged_lines: list[int] = field(default_factory=list)
+    num_events: int = 0  # by number, the damaged ones too
+    damage: list[tuple[int, int]] = field(default_factory=list)  # (first byte, end)
     is_torn: bool = False  # its end is half written
     order: array[int] = field(default_factory=lambda: array("q"))  # groups as they were resolved
     fates: array[int] = field(default_factory=lambda: array("q"))  # of those: the step, or -2 for dropped
@@ -96,7 +93,7 @@ class EventEvidence:
         self._rollouts = rollouts
         self.fold = EventFold()
         self.attempts: dict[int, AttemptEvents] = {}
-        self.taken_at: dict[int, tuple[int, int]] = {}  # step → attempt and line of its last batch
+        self.taken_at: dict[int, tuple[int, int]] = {}  # step → attempt and event of its last batch
         self.knows_all = False  # whether it has all events from the first group on
         self.first_admitted = 0  # the first one that is known
         self.unknown: Counter[str] = Counter()
@@ -108,44 +105,38 @@ class EventEvidence:
 
     def look(self, *, is_last: bool = False) -> None:
         """Read what has been added since the last look.  Raises OSError, JournalError."""
-        paths = event_paths(self._rollouts) if self._rollouts.is_dir() else []
+        files = EVENTS.numbered(self._rollouts) if self._rollouts.is_dir() else []
         newest = self.newest_attempt
-        for path in paths:
-            if (number := attempt_of(path)) < newest:
+        for number, path in files:
+            if number < newest:
                 continue
             attempt = self.attempts.setdefault(number, AttemptEvents(path))
-            self._read(attempt, number, may_be_written=path == paths[-1] and not is_last)
+            self._read(attempt, number, may_be_written=path == files[-1][1] and not is_last)
         self.num_looks += 1
         if self.num_looks == 1:
             self.trained_at_first = max((step for step, _, _ in self.trained_steps()), default=-1)
 
     def _read(self, attempt: AttemptEvents, number: int, *, may_be_written: bool) -> None:
-        attempt.is_torn = False
-        with attempt.path.open("rb") as file:
-            file.seek(attempt.offset)
-            for line in file:
-                document = document_of(line[:-1]) if line.endswith(b"\n") else None
-                if document is None and (may_be_written or not line.endswith(b"\n")):
-                    attempt.is_torn = True  # being written, or left so
-                    break
-                attempt.offset += len(line)
-                attempt.num_lines += 1
-                if document is None:
-                    attempt.damaged_lines.append(attempt.num_lines)
-                else:
-                    self._apply(attempt, number, json.loads(document))
-            if attempt.damaged_lines == [attempt.num_lines] and not may_be_written:
-                attempt.damaged_lines.clear()
-                attempt.is_torn = True
+        content = read_log(attempt.path, EVENTS, start=attempt.offset)
+        gap = next((first for first, _ in content.damage if first), None)  # not the head of the file
+        unfinished = gap if may_be_written or content.is_torn else None
+        attempt.is_torn = unfinished is not None  # being written, or left so
+        for at, end in content.places:
+            if unfinished is not None and at >= unfinished:
+                break
+            attempt.offset = end
+            self._apply(attempt, number, content, at, end)
+        damage = (each for each in content.damage if unfinished is None or each[0] < unfinished)
+        attempt.damage += [each for each in damage if each not in attempt.damage]
 
     def is_whole(self, attempt: int) -> bool:
         """Whether every event of an attempt up to the last one on disk is known."""
-        return attempt in self.attempts and not self.attempts[attempt].damaged_lines
+        return attempt in self.attempts and not self.attempts[attempt].damage
 
     @property
     def are_whole(self) -> bool:
         """Whether no event is damaged."""
-        return not any(attempt.damaged_lines for attempt in self.attempts.values())
+        return not any(attempt.damage for attempt in self.attempts.values())
 
     # ------------------------------------------------------------------------------------------------------------ laws
 
@@ -164,19 +155,16 @@ class EventEvidence:
         taken, trained = self.fold.batches, self.fold.trained
         return ((step, taken[step], trained[step]) for step in sorted(taken.keys() & trained.keys()))
 
-    def _apply(self, attempt: AttemptEvents, number: int, facts: dict[str, Any]) -> None:
-        kind = str(facts.get("event"))
-        if kind not in EVENTS:
-            self.unknown[kind] += 1
-            return
-        if "metrics" in facts:
-            facts["metrics"] = {}  # of a long run gigabytes
+    def _apply(self, attempt: AttemptEvents, number: int, content: LogContent, at: int, end: int) -> None:
         try:
-            event = event_of(facts)
-            self._judge(attempt, number, event)
-            self.fold.apply(number, event)
-        except (KeyError, TypeError, ValueError):
-            self.unknown[f"{kind} of another form"] += 1
+            attempt.num_events, event = content.message(at, end)
+        except JournalError as error:
+            self.unknown[error.__cause__.field if isinstance(error.__cause__, ProtocolError) else str(error)] += 1
+            return
+        if isinstance(event, Trained):
+            event = replace(event, metrics={})  # of a long run gigabytes
+        self._judge(attempt, number, event)
+        self.fold.apply(number, event)
 
     def _judge(self, attempt: AttemptEvents, number: int, event: Event) -> None:
         """Compare an event with what is known before it."""
@@ -193,10 +181,10 @@ class EventEvidence:
                 self._dropped(attempt, number, event)
 
     def _accuse(self, attempt: AttemptEvents, text: str, group: int = -1, step: int = -1) -> None:
-        """Report a violation unless a damaged line of the same attempt may explain it."""
-        if not attempt.damaged_lines:
+        """Report a violation unless a damaged event of the same attempt may explain it."""
+        if not attempt.damage:
             file = f"{self._rollouts.name}/{attempt.path.name}"
-            self.offences.append(Offence(text, group=group, step=step, file=file, row=attempt.num_lines))
+            self.offences.append(Offence(text, group=group, step=step, file=file, row=attempt.num_events))
 
     def _began(self, attempt: AttemptEvents, event: Began) -> None:
         attempt.expected_step = event.step
@@ -221,7 +209,7 @@ class EventEvidence:
         elif attempt.expected_step not in (-1, step):
             self._accuse(attempt, f"step {step} follows, where step {attempt.expected_step} is due", step=step)
         known = self.fold.batches.get(step)
-        is_repeated = known is not None and list(known.groups) == list(groups)
+        is_repeated = known is not None and known.groups == groups
         for group in groups:
             other = self.fold.step_of.get(group, step)
             if other < step or (other > step and is_repeated):  # another batch makes later steps void
@@ -232,7 +220,7 @@ class EventEvidence:
                 self._accuse(attempt, f"group {group} was dropped, and is taken for step {step}", group, step)
         if len({*groups}) != len(groups):
             self._accuse(attempt, f"step {step} has a group twice: {sorted(groups)}", step=step)
-        self.taken_at[step] = number, attempt.num_lines
+        self.taken_at[step] = number, attempt.num_events
         attempt.untrained = attempt.expected_step = step
 
     def _trained(self, attempt: AttemptEvents, number: int, event: Trained) -> None:
@@ -263,9 +251,9 @@ class EventEvidence:
 
 # -------------------------------------------------------------------------------------------------------- journal check
 #
-# The journal and the events of a run: every row and line by its checksum, no number missing, no step that cannot be.
+# The journal and the events of a run: every row and event by its checksum, no number missing, no step that cannot be.
 #
-#     rollouts/journal_NNNNNN.h5, rollouts/events_NNNNNN.jsonl ─▶ rows of `rlhpc check RUN_DIR`
+#     rollouts/journal_NNNNNN.h5, rollouts/events_NNNNNN.log ─▶ rows of `rlhpc check RUN_DIR`
 #
 # Also the work that a resume would repeat: the steps after the checkpoint that it starts from. Guarantees: a run that
 # is going on, or was killed, is sound: the end of a file may be half written, and the oldest files are deleted once
@@ -436,16 +424,16 @@ def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterat
 
 
 def _event_damage(file: EventFile) -> Iterator[Row]:
-    lines = listed(file.damaged_lines)
-    if file.is_torn:
-        yield Row("events", file.path.name, FileVerdict.NOTE, f"line {lines} {_HALF_WRITTEN}")
-    elif file.damaged_lines:
-        text = f"{file.path}: lines {lines} are damaged: the checksums differ"
-        yield Row("events", file.path.name, FileVerdict.DAMAGED, text)
+    path, where = file.log.path, damage_in_words(file.log.damage)
+    if file.log.is_torn:
+        yield Row("events", path.name, FileVerdict.NOTE, f"{where} {_HALF_WRITTEN}")
+    elif file.log.damage:
+        text = f"{path}: {where} are damaged: the checksums differ"
+        yield Row("events", path.name, FileVerdict.DAMAGED, text)
 
 
 def _contradictions(layout: RunLayout) -> Iterator[Row]:
-    """What cannot have happened, by the rules of `rlhpc audit`; nothing is said that a damaged line may explain."""
+    """What cannot have happened, by the rules of `rlhpc audit`; nothing is said that a damaged event may explain."""
     evidence = EventEvidence(layout.rollouts)
     with suppress(OSError, JournalError):  # a row above says so, or it was deleted meanwhile
         evidence.look()

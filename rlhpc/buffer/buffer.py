@@ -131,7 +131,7 @@ class RolloutBuffer:
     def take_again(self, group_ids: Sequence[int], step: int) -> list[RolloutGroup]:
         """Take these groups again, as before the run was interrupted.  Raises LedgerError if one is not finished."""
         self.ledger.take_these(group_ids, step)
-        self._note(Taken(step, group_ids))
+        self._note(Taken(step, tuple(group_ids)))
         return [self._groups[group_id] for group_id in group_ids]
 
     def consume(
@@ -155,7 +155,7 @@ class RolloutBuffer:
         for group in groups:
             if self.ledger.group(group.group_id).step != step or group.group_id not in self._groups:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
-        self._note(Trained(step, trained_version, applied, metrics or {}, refused, skipped, began_s))
+        self._note(Trained(step, trained_version, applied, dict(metrics or {}), refused, skipped, began_s))
         for group in groups:
             end = {"consumed_step": step, "trained_version": trained_version, "applied": applied}
             self.segments.add(self._resolved(self._groups.pop(group.group_id), **end))

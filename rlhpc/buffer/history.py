@@ -6,19 +6,14 @@ An attempt that continued from an earlier step repeats steps: the batch that was
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
-from rlhpc.base.files import numbered_files, sync_directory
-from rlhpc.base.native import crc32
+from rlhpc.base.files import sync_directory
 from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
@@ -26,11 +21,10 @@ from rlhpc.buffer.journal import (
     JournalFiles,
     JournalRecord,
     journal_paths,
-    make_file,
     read_first_sequence,
     read_journal,
-    write_at,
 )
+from rlhpc.buffer.log import FramedRecord, LogContent, LogEncoder, LogKind, LogWriter, damage_in_words, read_log
 from rlhpc.protocol.errors import JournalError
 from rlhpc.protocol.types import Prompt, ScoredRollout
 
@@ -38,22 +32,17 @@ from rlhpc.protocol.types import Prompt, ScoredRollout
 #
 # The log of what happens to groups: admitted, taken for a step, trained, dropped.
 #
-#     rollouts/events_000000.jsonl      one file an attempt; a line is the CRC32 of its JSON, a space, the JSON
+#     rollouts/events_000000.log      one file an attempt, a record (log.py) each; sequence numbers from 1
 #
-# Input: events.  Output: lines that are on disk.  With the journal this is the whole history of a run: the state of its
-# ledger at any instant can be derived from both.
-# Guarantees: an event that `commit` has covered survives the death of this process, and of its machine.  A failed write
-# is repeated in the same place by the next commit.  A damaged line costs that line, and is reported.
-
-
-_EVENTS_NAME = re.compile(r"events_(\d{6,})\.jsonl")
+# Input: events.  Output: records that are on disk.  With the journal this is the whole history of a run: the state of
+# its ledger at any instant can be derived from both.
+# Guarantees: those of the log.  A damaged record costs that event, and is reported.
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
     """An attempt begins."""
 
-    word: ClassVar[str] = "began"
     step: int  # the step that its trainer begins with
     num_rollouts: int  # rollouts of earlier attempts that count: those with higher numbers in their files do not
     goes_on: bool  # False: it starts over, and earlier events do not count
@@ -64,7 +53,6 @@ class Began:
 class Admitted:
     """A prompt got a slot."""
 
-    word: ClassVar[str] = "admitted"
     group: int
     prompt: int
     version: int  # the live one
@@ -75,20 +63,18 @@ class Admitted:
 class Taken:
     """The batch of a step is chosen; on disk before the resulting weights are published."""
 
-    word: ClassVar[str] = "taken"
     step: int
-    groups: Sequence[int]  # in the order of the batch
+    groups: tuple[int, ...]  # in the order of the batch
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """The step was done."""
 
-    word: ClassVar[str] = "trained"
     step: int
     version: int  # the one that was trained
     applied: bool  # False: skipped on all ranks, the version stayed
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the trainer
+    metrics: dict[str, float] = field(default_factory=dict)  # of the trainer
     refused: str = ""  # metrics because of which the guard skipped it, or some of its optimiser steps
     skipped: tuple[int, ...] = ()  # indices of the skipped optimiser steps
     began_s: float = 0.0  # seconds that the run had trained before this step
@@ -103,88 +89,43 @@ class Trained:
 class Dropped:
     """A group is not trained on."""
 
-    word: ClassVar[str] = "dropped"
     group: int
     reason: DropReason
 
 
 Event = Began | Admitted | Taken | Trained | Dropped
-EVENTS: Mapping[str, type[Event]] = {kind.word: kind for kind in (Began, Admitted, Taken, Trained, Dropped)}
+EVENTS = LogKind("events", "events", (Began, Admitted, Taken, Trained, Dropped))
 
 
 @dataclass(frozen=True, slots=True)
 class EventFile:
     """Content of a file."""
 
-    path: Path
     attempt: int
-    events: dict[int, Event]  # by line, from 1
-    damaged_lines: list[int]  # from 1
-    is_torn: bool  # whether the only damaged line is the last one: it was being written when the writer died
+    events: dict[int, Event]  # by number in the file, from 1
+    log: LogContent
 
 
 def event_paths(directory: Path) -> list[Path]:
     """The event files of a rollouts directory, in the order of attempts.  Raises OSError."""
-    return [path for _, path in numbered_files(directory, _EVENTS_NAME)]
-
-
-def attempt_of(path: Path) -> int:
-    """The attempt that wrote a file.  Raises JournalError if it is not an event file."""
-    match = _EVENTS_NAME.fullmatch(path.name)
-    if match is None:
-        raise JournalError(f"{path} is not an event file")
-    return int(match[1])
+    return EVENTS.paths(directory)
 
 
 def read_events(path: Path) -> EventFile:
-    """Every whole line of a file.  Raises JournalError: it cannot be read, or a whole line is of another version."""
-    attempt = attempt_of(path)
-    try:
-        *lines, rest = path.read_bytes().rstrip(b"\0").split(b"\n")  # zeros: the length was on disk before the bytes
-    except OSError as error:
-        raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
-    lines += [rest] if rest else []
-    events, damaged = dict[int, Event](), list[int]()
-    for number, line in enumerate(lines, 1):
-        document = document_of(line)
-        if document is None:
-            damaged.append(number)
-        else:
-            try:
-                events[number] = event_of(json.loads(document))
-            except (ValueError, TypeError, KeyError) as error:
-                raise JournalError(
-                    f"{path}, line {number}: unknown here: {error!r}; is it of another version of rlhpc?"
-                ) from error
-    return EventFile(path, attempt, events, damaged, damaged == [len(lines)])
-
-
-def document_of(line: bytes) -> bytes | None:
-    """The JSON of a line, without its newline; None: the checksum does not hold."""
-    return line[9:] if line[:9] == f"{crc32(line[9:]):08x} ".encode() else None
-
-
-def event_of(facts: dict[str, Any]) -> Event:
-    """The event of a line's JSON.  Raises KeyError: of an unknown kind; ValueError, TypeError: of another form."""
-    kind = EVENTS[facts["event"]]
-    given = {name: value for name, value in facts.items() if name != "event"}
-    if kind is Dropped:
-        given["reason"] = DropReason(given["reason"])
-    if kind is Trained:
-        given["skipped"] = tuple(given["skipped"])
-    return kind(**given)
+    """Every whole event of a file.  Raises JournalError: it cannot be read, or is of another version."""
+    content = read_log(path, EVENTS)
+    return EventFile(content.head.attempt, dict(content.messages()), content)
 
 
 class GroupEventLog:
     """The only writer of an attempt's events.  `add` may be called by one thread while another one commits."""
 
-    def __init__(self, directory: Path, attempt: int, fence: Fence | None = None) -> None:
+    def __init__(self, directory: Path, attempt: int, fence: Fence | None = None, run_name: str = "") -> None:
         """Creates no file until there is something to write."""
-        self._path, self._fence = directory / f"events_{attempt:06d}.jsonl", fence
-        self._descriptor: int | None = None
-        self._num_bytes = 0  # on disk
-        self._pending: list[bytes] = []
-        self.num_added = 0  # lines of the file, once all are written
+        self._writer = LogWriter(EVENTS, directory, run_name=run_name, attempt=attempt, fence=fence)
+        self._encoder, self._attempt = LogEncoder(EVENTS, attempt), attempt
+        self._pending: list[FramedRecord] = []
+        self.num_added = 0  # events of the file, once all are written
 
     @property
     def num_pending(self) -> int:
@@ -193,50 +134,33 @@ class GroupEventLog:
 
     def add(self, event: Event) -> None:
         """Keep an event for the next commit."""
-        line = json.dumps({"event": event.word, **asdict(event)}).encode()
-        self._pending.append(f"{crc32(line):08x} ".encode() + line + b"\n")
         self.num_added += 1
+        self._pending.append(self._encoder.encode(event, self.num_added))
 
     def commit(self, num_events: int) -> None:
         """Write the num_events oldest pending events and return once they are on disk.
 
         Raises JournalError, and everything stays in memory; OwnershipLost.
         """
-        lines = self._pending[:num_events]
-        if not lines:
+        records = self._pending[:num_events]
+        if not records:
             return
-        try:
-            if self._descriptor is None:
-                if self._fence is not None:
-                    self._fence.check()
-                self._descriptor = make_file(self._path, 0, (), self._fence)
-            data = b"".join(lines)
-            write_at(self._descriptor, self._num_bytes, [memoryview(data)], len(data))
-            os.fdatasync(self._descriptor)
-            if self._fence is not None:
-                self._fence.check()  # after the write: a later owner will find it
-        except OSError as error:
-            if self._fence is not None:
-                with contextlib.suppress(OSError):  # the same disk may refuse this, too
-                    self._fence.check()  # the usual reason, where the staging directory is gone
-            raise JournalError(f"{self._path} cannot be written: {error.strerror or error}") from error
-        self._num_bytes += sum(map(len, lines))
-        del self._pending[: len(lines)]
+        if not self._writer.num_bytes:
+            self._writer.begin(self._attempt)
+        self._writer.append(records)
+        del self._pending[: len(records)]
 
     def close(self) -> None:
         """Close the file.  Idempotent."""
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None
+        self._writer.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------- fold
 #
 # What the events of a run come to.  Replay, `rlhpc rollouts`, `rlhpc check` and `rlhpc audit` all read it here.
 #
-# Input: events, in the order of attempts and lines.  Output: the state after each.  Pure; it judges nothing: the audit
-# compares each event with the state before it.
+# Input: events, in order.  Output: the state after each.  Pure; it judges nothing: the audit compares each event with
+# the state before it.
 
 
 @dataclass(slots=True)
@@ -294,7 +218,7 @@ class EventFold:
 
     def _take(self, taken: Taken) -> None:
         known = self.batches.get(taken.step)
-        if known is None or list(known.groups) != list(taken.groups):  # else it is repeated: how it went is known
+        if known is None or known.groups != taken.groups:  # else it is repeated: how it went is known
             self._void_from(taken.step)
             self.batches[taken.step] = taken
             self.last_step = max(self.last_step, taken.step)
@@ -355,16 +279,16 @@ def read_history(directory: Path, position: Position) -> History:
 def fold_events(directory: Path, position: Position = START) -> History:
     """A history without its rollouts.  Raises JournalError, OSError."""
     history = History(num_void=position.num_rollouts)
-    for path in event_paths(directory):
-        if attempt_of(path) < position.attempt:
+    for attempt, path in EVENTS.numbered(directory):
+        if attempt < position.attempt:
             continue
         file = read_events(path)
-        if file.damaged_lines and not file.is_torn:
-            history.problems.append(f"{path}: lines {file.damaged_lines} are damaged")
-        known = position.num_events if file.attempt == position.attempt else 0
-        for line, event in file.events.items():
-            if line > known or isinstance(event, Began):  # where the position's attempt began is always needed
-                history.apply(file.attempt, event)
+        if file.log.damage and not file.log.is_torn:
+            history.problems.append(f"{path}: {damage_in_words(file.log.damage)} are damaged")
+        known = position.num_events if attempt == position.attempt else 0
+        for number, event in file.events.items():
+            if number > known or isinstance(event, Began):  # where the position's attempt began is always needed
+                history.apply(attempt, event)
     history.num_void = history.num_rollouts = max(position.num_rollouts, history.num_void)
     return history
 
@@ -428,7 +352,7 @@ def recorded_steps(history: History, first: int, is_finished: Callable[[int], bo
             log.warning("step %d and later ones are not repeated: some of their rollouts are lost", taken.step)
             break
         seen.update(taken.groups)
-        steps.append(RecordedStep(taken.step, tuple(taken.groups), history.trained.get(taken.step)))
+        steps.append(RecordedStep(taken.step, taken.groups, history.trained.get(taken.step)))
     return tuple(steps)
 
 
@@ -493,7 +417,7 @@ def _rollouts(directory: Path, history: History) -> Iterator[JournalRecord]:
 #
 # The durable history of a run: rollouts as they arrive, and what becomes of their groups; one commit for both.
 #
-#     add, note ──▶ in memory ──▶ commit, by a thread ──▶ journal_NNNNNN.h5, then events_NNNNNN.jsonl ──▶ num_durable
+#     add, note ──▶ in memory ──▶ commit, by a thread ──▶ journal_NNNNNN.h5, then events_NNNNNN.log ──▶ num_durable
 #
 # Guarantees: when an event is on disk, all rollouts that were added before it are; what a commit could not write is
 # written by the next one, in the same order.
@@ -506,7 +430,7 @@ def open_journal(
     files = JournalFiles(
         layout.rollouts, run_name=run_name, attempt=attempt, first_sequence=num_rollouts + 1, fence=fence
     )
-    return RolloutJournal(files, GroupEventLog(layout.rollouts, attempt, fence), attempt)
+    return RolloutJournal(files, GroupEventLog(layout.rollouts, attempt, fence, run_name), attempt)
 
 
 class RolloutJournal:

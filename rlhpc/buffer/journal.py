@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.base.files import numbered_files, rename, sync_directory
+from rlhpc.base.files import numbered_files
 from rlhpc.base.native import crc32
 from rlhpc.base.ownership import Fence
 from rlhpc.buffer.journal_layout import (
@@ -43,6 +43,7 @@ from rlhpc.buffer.journal_layout import (
     new_file,
     read_layout,
 )
+from rlhpc.buffer.log import make_file, write_at
 from rlhpc.buffer.segment_format import decode_text, decode_token_rewards, encode_text, encode_token_rewards
 from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import JournalError
@@ -372,55 +373,6 @@ class _OpenFile:
             place = self._layout.place(name, self._used.of(name))
             write_at(self._descriptor, place, pieces, self._layout.place(name, after.of(name)) - place)
         os.fdatasync(self._descriptor)
-
-
-def write_at(descriptor: int, offset: int, pieces: Sequence[Any], num_bytes: int) -> None:
-    """Write pieces (bytes, memoryviews, arrays), num_bytes in all, one after the other from this offset on.
-
-    Raises OSError; then some may be written.
-    """
-    if len(pieces) <= _MOST_BUFFERS and os.pwritev(descriptor, pieces, offset) == num_bytes:
-        return
-    left = [memoryview(piece) for piece in pieces]  # a short write is rare: write everything again
-    while left:
-        now = left[:_MOST_BUFFERS]
-        written = os.pwritev(descriptor, now, offset)
-        offset += written
-        del left[: len(now)]
-        if written < sum(piece.nbytes for piece in now):
-            left = [*_behind(now, written), *left]
-
-
-def _behind(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """The pieces without their first num_bytes bytes."""
-    for index, piece in enumerate(pieces):
-        if num_bytes < piece.nbytes:
-            return [piece.cast("B")[num_bytes:], *pieces[index + 1 :]]
-        num_bytes -= piece.nbytes
-    return []
-
-
-def make_file(path: Path, file_bytes: int, blocks: Sequence[tuple[int, bytes]], fence: Fence | None) -> int:
-    """Make a file that is complete and on disk before it gets its name; return a descriptor to write to it.
-
-    Raises OSError; then there is no such file.
-    """
-    staging = path.parent if fence is None else fence.staging(path.parent)
-    partial = staging / f"{path.name}.partial"
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        os.ftruncate(descriptor, file_bytes)
-        for offset, block in blocks:
-            write_at(descriptor, offset, [block], len(block))
-        os.fsync(descriptor)
-        rename(partial, path)
-        sync_directory(path.parent)
-    except OSError:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-    return descriptor
 
 
 # ------------------------------------------------------------------------------------------------------- journal reader

@@ -1,12 +1,9 @@
 """Running rollouts on disk, so that no death loses more of them than the last interval.
 
-    rollouts/partials_000000.bin, partials_000001.bin …      records, one after the other:
+    rollouts/partials_000000.log, partials_000001.log …      a record (log.py) each for some pieces
 
-    b"RLP1" │ crc32 u32 │ attempt u32 │ bytes u32 │ bytes before deflating u32 │ pieces
-
-The checksum covers all that follows it.  A file begins with everything known so far, then new pieces are appended; once
-it has grown to several times its first size, the next file begins, and older ones are deleted: disk use is never much
-more than the running rollouts.
+A file begins with everything known so far, then new pieces are appended; once it has grown to several times its first
+size, the next file begins, and older ones are deleted: disk use is never much more than the running rollouts.
 Guarantees: a written piece survives the death of this process and of its machine; a damaged record costs its pieces and
 those that continue them, and is never misread.  Nothing waits for these files: a failed write is given up, and the next
 file begins with everything known then.
@@ -14,11 +11,7 @@ file begins with everything known then.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 from zlib_ng import zlib_ng
 
-from rlhpc.base.files import numbered_files
 from rlhpc.base.native import crc32
 from rlhpc.base.ownership import Fence
 from rlhpc.buffer.batches import GroupRecord
-from rlhpc.buffer.journal import make_file, write_at
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.log import FramedRecord, LogContent, LogEncoder, LogKind, LogWriter, damage_in_words, read_log
 from rlhpc.protocol.errors import JournalError
-from rlhpc.protocol.types import Int32, Prefix
+from rlhpc.protocol.types import Int32, Prefix, UInt8
 
 # -------------------------------------------------------------------------------------------------------- partial codec
 #
@@ -322,10 +314,15 @@ class PartialIntake:
 # -------------------------------------------------------------------------------------------------------- partial files
 
 
-_PREFIX_NAME = re.compile(r"partials_(\d{6,})\.bin")
-_MAGIC = b"RLP1"
-_FILE_HEAD = struct.Struct("<4s4I")
-_CRC_END = 8  # of magic and checksum
+@dataclass(frozen=True, slots=True)
+class StoredPieces:
+    """Some pieces, in a record."""
+
+    pieces: UInt8  # encode_partials
+    num_bytes: int  # size of these before deflating
+
+
+PARTIALS = LogKind("partials", "partial rollouts", (StoredPieces,))
 _TOKENS_A_RECORD = 1 << 20
 LEAST_BYTES = 4 << 20  # minimum size of a file before the next one begins
 GROWTH = 4  # and minimum growth, relative to its first size
@@ -333,34 +330,27 @@ GROWTH = 4  # and minimum growth, relative to its first size
 
 @dataclass(frozen=True, slots=True)
 class PartialFile:
-    """What a file holds."""
+    """Content of a file."""
 
-    path: Path
-    partials: list[tuple[int, PartialRollout]]  # (attempt that wrote it, piece), in the order of writing
-    damage: list[tuple[int, int]]  # (first byte, end) of everything that is not a whole record
-    is_torn: bool  # whether the only damage is at the end, as when the writer died while writing
+    attempt: int  # that wrote it
+    partials: list[PartialRollout]  # in the order of writing
+    log: LogContent
 
 
 def partial_paths(directory: Path) -> list[Path]:
     """The files of a rollouts directory, in order.  Raises OSError."""
-    return [path for _, path in numbered_files(directory, _PREFIX_NAME)]
+    return PARTIALS.paths(directory)
 
 
 def read_partial_file(path: Path) -> PartialFile:
     """Every whole record of a file.  Raises JournalError: it cannot be read, or is of another version."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
-    partials, damage, at = list[tuple[int, PartialRollout]](), list[tuple[int, int]](), 0
-    for begin, end, attempt, pieces in _records(path, data):
-        if begin > at:
-            damage.append((at, begin))
-        partials += [(attempt, piece) for piece in pieces]
-        at = end
-    if any(data[at:]):  # zeros: a length that was on disk before the bytes
-        damage.append((at, len(data)))
-    return PartialFile(path, partials, damage, len(damage) == 1 and damage[0][1] == len(data))
+    content, partials = read_log(path, PARTIALS), list[PartialRollout]()
+    for number, stored in content.messages():
+        try:
+            partials += decode_partials(stored.pieces.data, stored.num_bytes)
+        except ValueError as error:
+            raise JournalError(f"{path}, record {number}: {error}; is it of another version of rlhpc?") from error
+    return PartialFile(content.head.attempt, partials, content)
 
 
 def read_partials(directory: Path, first_attempt: int = 0) -> tuple[dict[Member, PartialRollout], list[str]]:
@@ -378,13 +368,13 @@ def read_partials(directory: Path, first_attempt: int = 0) -> tuple[dict[Member,
                 return read_partials(directory, first_attempt)
             problems.append(str(error))
             continue
-        if file.damage:
-            where = ", ".join(f"{first} to {end}" for first, end in file.damage)
-            problems.append(f"{path}: bytes {where} are damaged, or were being written when their writer died")
-        for attempt, piece in file.partials:
+        if file.log.damage:
+            where = damage_in_words(file.log.damage)
+            problems.append(f"{path}: {where} are damaged, or were being written when their writer died")
+        for piece in file.partials if file.attempt >= first_attempt else ():
             before = known.get((piece.group_id, piece.sample_index))
             tokens = before.tokens if before is not None else None
-            if attempt >= first_attempt and piece.follows(tokens):
+            if piece.follows(tokens):
                 known[piece.group_id, piece.sample_index] = PartialRollout(
                     piece.group_id, piece.sample_index, piece.prompt_id, 0, 0, joined(tokens, piece)
                 )
@@ -394,11 +384,11 @@ def read_partials(directory: Path, first_attempt: int = 0) -> tuple[dict[Member,
 class PartialLog:
     """The only writer of an attempt's files.  One thread at a time."""
 
-    def __init__(self, directory: Path, attempt: int, fence: Fence | None = None) -> None:
+    def __init__(self, directory: Path, attempt: int, fence: Fence | None = None, run_name: str = "") -> None:
         """Creates no file until there is something to write."""
-        self._directory, self._attempt, self._fence = directory, attempt, fence
-        self._descriptor: int | None = None
-        self._num_bytes = self._most_bytes = 0  # of the file
+        self._directory, self._encoder = directory, LogEncoder(PARTIALS, attempt)
+        self._writer = LogWriter(PARTIALS, directory, run_name=run_name, attempt=attempt, fence=fence)
+        self._num_records = self._most_bytes = 0  # of the file
 
     @property
     def is_empty(self) -> bool:
@@ -408,75 +398,62 @@ class PartialLog:
     @property
     def wants_all(self) -> bool:
         """Whether `begin` is to be called next, with all that is known: there is no file, or it has grown too large."""
-        return self._num_bytes >= self._most_bytes
+        return self._writer.num_bytes >= self._most_bytes
 
     def append(self, pieces: Sequence[PartialRollout]) -> None:
         """Write pieces and return once they are on disk.
 
         Raises JournalError: they are given up, and `wants_all` holds.  OwnershipLost.
         """
-        with self._writing():
-            if self._descriptor is None:
-                raise OSError("there is no file to append to")
-            data = b"".join(self._records_of(pieces))
-            write_at(self._descriptor, self._num_bytes, [memoryview(data)], len(data))
-            os.fdatasync(self._descriptor)
-            self._num_bytes += len(data)
+        try:
+            with self._writer.writing():
+                self._writer.refuse_if_lost()
+            self._writer.append(self._records_of(pieces))
+        except JournalError:
+            self.close()
+            raise
 
     def begin(self, everything: Sequence[PartialRollout]) -> None:
         """Begin a file with all that is known, and delete older ones.  Raises as `append`."""
-        with self._writing():
-            self.close()
-            files = numbered_files(self._directory, _PREFIX_NAME)
-            path = self._directory / f"partials_{files[-1][0] + 1 if files else 0:06d}.bin"
-            data = b"".join(self._records_of(everything))
-            self._descriptor = make_file(path, len(data), [(0, data)], self._fence)
-            self._num_bytes, self._most_bytes = len(data), max(LEAST_BYTES, GROWTH * len(data))
-            self._delete([older for _, older in files])
+        self.close()
+        with self._writer.writing():
+            older = partial_paths(self._directory)
+        self._writer.begin(records=self._records_of(everything))
+        self._most_bytes = max(LEAST_BYTES, GROWTH * self._writer.num_bytes)
+        self._delete(older)
 
     def discard(self) -> None:
         """Delete all files: nothing is running any more.  Raises as `append`."""
-        with self._writing():
-            self.close()
-            self._delete(partial_paths(self._directory))
+        self.close()
+        with self._writer.writing():
+            older = partial_paths(self._directory)
+        self._delete(older)
 
     def close(self) -> None:
         """Close the file.  Idempotent."""
-        self._num_bytes = self._most_bytes = 0
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            if self._fence is not None:
-                self._fence.check()
-            yield
-            if self._fence is not None:
-                self._fence.check()  # after the write: a later owner will find it
-        except OSError as error:
-            self.close()
-            if self._fence is not None:
-                with contextlib.suppress(OSError):  # the same disk may refuse this, too
-                    self._fence.check()  # the usual reason, where the staging directory is gone
-            raise JournalError(
-                f"{self._directory}: partial rollouts cannot be written: {error.strerror or error}"
-            ) from error
+        self._num_records = self._most_bytes = 0
+        self._writer.close()
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        if self._fence is not None:
-            self._fence.check()
-        for path in paths:
-            path.unlink(missing_ok=True)
+        try:
+            with self._writer.writing():
+                self._writer.refuse_if_lost()
+                for path in paths:
+                    path.unlink(missing_ok=True)
+        except JournalError:
+            self.close()
+            raise
 
-    def _records_of(self, pieces: Sequence[PartialRollout]) -> Iterator[bytes]:
+    def _records_of(self, pieces: Sequence[PartialRollout]) -> list[FramedRecord]:
         """Records of limited size each: a reader needs memory for one at a time."""
+        records = []
         for some in _cut_file(pieces):
             data, num_bytes = encode_partials(some)
-            rest = struct.pack("<3I", self._attempt, len(data), num_bytes) + data
-            yield _MAGIC + struct.pack("<I", crc32(rest)) + rest
+            self._num_records += 1
+            records.append(
+                self._encoder.encode(StoredPieces(np.frombuffer(data, np.uint8), num_bytes), self._num_records)
+            )
+        return records
 
 
 def _cut_file(pieces: Sequence[PartialRollout]) -> list[list[PartialRollout]]:
@@ -488,20 +465,3 @@ def _cut_file(pieces: Sequence[PartialRollout]) -> list[list[PartialRollout]]:
         found[-1].append(piece)
         room -= len(piece.tokens.token_ids)
     return found
-
-
-def _records(path: Path, data: bytes) -> Iterator[tuple[int, int, int, list[PartialRollout]]]:
-    """(first byte, end, attempt, pieces) of every whole record.  Raises JournalError if one is not decodable."""
-    at = data.find(_MAGIC)
-    while 0 <= at <= len(data) - _FILE_HEAD.size:
-        _, crc, attempt, length, num_bytes = _FILE_HEAD.unpack_from(data, at)
-        end = at + _FILE_HEAD.size + length
-        if end > len(data) or crc32(memoryview(data)[at + _CRC_END : end]) != crc:
-            at = data.find(_MAGIC, at + 1)  # damaged, perhaps its length, too
-            continue
-        try:
-            pieces = decode_partials(memoryview(data)[at + _FILE_HEAD.size : end], num_bytes)
-        except ValueError as error:
-            raise JournalError(f"{path}, byte {at}: {error}; is it of another version of rlhpc?") from error
-        yield at, end, attempt, pieces
-        at = data.find(_MAGIC, end)

@@ -12,6 +12,8 @@ A message is one *head*, then the large arrays.  Little-endian:
 A message below 64 KiB is all head (flag 1): one frame is then cheaper than several.  No frame exceeds 4 MiB, because
 fresh pages for a larger one cost more than the copy; longer parts are cut at multiples of it.
 The checksum covers all that follows it, header and frames alike; lengths of all frames follow from the header.
+A file (buffer/log.py) has messages in one piece: however long, all head (flag 1), and no array as runs, so that what is
+read back may be views of the mapped file.
 """
 
 from __future__ import annotations
@@ -168,6 +170,7 @@ _PREFIX = struct.Struct("<IHBxIIQQ")
 _CRC = struct.Struct("<I")
 _NO_PREFIX = bytes(_PREFIX.size)
 _ALL_INLINE = 1
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PADDING = tuple(bytes(n) for n in range(8))
 _MALFORMED = (msgspec.MsgspecError, TypeError, ValueError, LookupError, OverflowError, RecursionError)
 _WHERE = re.compile(r"^(?P<why>.*?)(?: - at `\$\.?(?P<field>[^`]*)`)?$", re.DOTALL)
@@ -188,6 +191,7 @@ class Codec:
         self._repeated: _Encoded | None = None  # the last long message without arrays
         self._dtypes: dict[Any, np.dtype[Any]] = {}  # annotation → dtype
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._detach)
+        self._file_encoder = msgspec.msgpack.Encoder(enc_hook=self._set_apart)
         plans = [self._compile(message_type) for message_type in message_types]
         self._by_type = {plan.message_type: plan for plan in plans}
         self._by_tag = {plan.tag: plan for plan in plans}
@@ -239,6 +243,57 @@ class Codec:
             self._source = _NOTHING  # or the codec would keep the frames alive
         return sequence, message
 
+    def encode_whole(self, message: object, sequence: int, head: bytearray) -> tuple[list[Any], int]:
+        """Append the head of a message in one piece; return what follows it, and the length of the whole message.
+
+        Its checksum is left 0: whoever keeps it has one of their own.  What follows shares memory with its arrays.
+        Fields are not compared with their annotations: messages of files are made here, or were compared when they
+        arrived.  Raises ProtocolError(peer "") if a value cannot be encoded.
+        """
+        plan, start = self._by_type[type(message)], len(head)
+        first = start + _PREFIX.size
+        try:
+            self._file_encoder.encode_into(message, head, first)
+            arrays = self._arrays
+        except _MALFORMED as error:
+            raise _explain("", plan, error) from error
+        finally:
+            self._arrays = []
+        header_bytes = len(head) - first
+        head += _PADDING[-header_bytes & 7]
+        num_bytes, pieces = len(head) - start, list[Any]()
+        for array in arrays:
+            nbytes = array.nbytes
+            num_bytes += nbytes + 7 & -8
+            pieces.append(array)
+            if nbytes & 7:
+                pieces.append(_PADDING[-nbytes & 7])
+        _PREFIX.pack_into(head, start, 0, SCHEMA, _ALL_INLINE, plan.tag, header_bytes, sequence, num_bytes)
+        return pieces, num_bytes
+
+    def decode_whole(self, data: memoryview) -> tuple[int, Any]:
+        """Return (sequence number, message) of encode_whole, whose bytes are as they were.
+
+        Raises ProtocolError(peer "") and nothing else.
+        """
+        _, schema, _, tag, header_bytes, sequence, _ = _PREFIX.unpack_from(data)
+        plan = self._by_tag.get(tag)
+        if schema != SCHEMA:
+            raise ProtocolError("", f"schema {schema}", f"this version reads schema {SCHEMA}")
+        if plan is None:
+            raise ProtocolError("", f"type {tag:#010x}", f"not one of {self._names()}")
+        end = _PREFIX.size + header_bytes
+        self._source = source = _Source(data, (), end, True, is_checked=True)
+        try:
+            source.skip_padding()
+            message = plan.decoder.decode(data[_PREFIX.size : end])
+            source.finish()
+        except _MALFORMED as error:
+            raise _explain("", plan, error) from error
+        finally:
+            self._source = _NOTHING
+        return sequence, message
+
     # ------------------------------------------------------------------------------------------------- encoding
 
     def _lay_out(self, plan: _Plan, header: bytes, arrays: list[Array], sequence: int) -> list[Frame]:
@@ -278,6 +333,15 @@ class Codec:
         if isinstance(value, np.generic):  # a numpy scalar where the annotation says int or float
             return value.item()
         raise TypeError(f"{type(value).__name__} cannot be sent")
+
+    def _set_apart(self, value: object) -> object:
+        """Take an array out of the header as _detach does, without runs."""
+        if type(value) is np.ndarray and value.ndim == 1 and value.flags.c_contiguous and value.dtype in _CODES:
+            self._arrays.append(value)
+            return (_CODES[value.dtype], value.size)
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{type(value).__name__} cannot be written, or it is an array of another kind, or has gaps")
 
     # ------------------------------------------------------------------------------------------------- decoding
 
@@ -362,7 +426,11 @@ class _Encoded:
 class _Source:
     """Hands out the arrays of one message in field order."""
 
-    def __init__(self, head: Frame, frames: Sequence[Frame], cursor: int, all_inline: bool) -> None:
+    def __init__(
+        self, head: Frame, frames: Sequence[Frame], cursor: int, all_inline: bool, *, is_checked: bool = False
+    ) -> None:
+        """is_checked: the bytes are what our own encoder wrote, and are not looked at."""
+        self._is_checked = is_checked
         self._head, self._frames, self._cursor, self._all_inline = head, frames, cursor, all_inline
         self._next_frame = 0
         self.allowance = Allowance(len(head) + sum(map(len, frames)))
@@ -374,7 +442,7 @@ class _Source:
             flat = self._from_head(dtype, nbytes)
         else:
             flat = self._from_frames(dtype, nbytes)
-        if dtype.kind == "b" and nbytes and flat.view(np.uint8).max() > 1:
+        if dtype.kind == "b" and nbytes and not self._is_checked and flat.view(np.uint8).max() > 1:
             raise ValueError("a boolean that is neither 0 nor 1")
         return flat
 

@@ -143,7 +143,7 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
     )  # fmt: skip
     partials = PartialKeeping(
         intake=PartialIntake(ledger, config.generation.max_completion_tokens),
-        files=PartialLog(layout.rollouts, context.attempt, fence), leases=leases, lane=disk.partials,
+        files=PartialLog(layout.rollouts, context.attempt, fence, config.run.name), leases=leases, lane=disk.partials,
         timeline=state.replay.timeline, newest_version=loop.newest_version, commit_groups=journaling.commit_soon,
     )  # fmt: skip
     # What a resume needs, and what people look at.

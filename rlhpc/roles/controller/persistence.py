@@ -178,7 +178,7 @@ class DiskWriter:
 #
 # Receive what generators report of running rollouts, and keep it on disk beside the journal.
 #
-#     LeaseProgress ─▶ prefixes in the ledger ─▶ partials_*.bin, in their lane    one write for all that came meanwhile
+#     LeaseProgress ─▶ prefixes in the ledger ─▶ partials_*.log, in their lane    one write for all that came meanwhile
 #                   └─▶ ShowWhole, to a generator whose beginning is not known here
 #
 # Nothing waits for these files, neither weights nor acknowledgements.  A failed write is dropped with one warning, and

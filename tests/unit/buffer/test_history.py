@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from log_files import flip_in_record, place_of
 from rollout_samples import (
     ManualClock,
     assert_same_group,
@@ -34,6 +35,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.history import (
+    EVENTS,
     START,
     Admitted,
     Began,
@@ -47,6 +49,7 @@ from rlhpc.buffer.history import (
     delete_old_journals,
     event_paths,
     open_journal,
+    read_events,
     read_history,
     recorded_steps,
     timeline_of,
@@ -325,20 +328,20 @@ def test_what_a_stale_writer_appends_after_its_successor_began_does_not_count(la
 def test_batches_of_an_attempt_that_went_another_way_are_void_from_there_on(layout: RunLayout) -> None:
     first, second = begin(layout, 0), open_journal(layout, "test", 1, 0, None)
     for step in range(4):
-        journal_of(first).note(Taken(step, [2 * step, 2 * step + 1]))
+        journal_of(first).note(Taken(step, (2 * step, 2 * step + 1)))
     journal_of(first).commit()
     second.note(Began(0, 0, goes_on=True))
-    second.note(Taken(0, [0, 1]))
-    second.note(Taken(1, [2, 5]))
+    second.note(Taken(0, (0, 1)))
+    second.note(Taken(1, (2, 5)))
     second.commit()
     history = read_history(layout.rollouts, START)
-    assert {step: taken.groups for step, taken in history.batches.items()} == {0: [0, 1], 1: [2, 5]}
+    assert {step: taken.groups for step, taken in history.batches.items()} == {0: (0, 1), 1: (2, 5)}
 
 
 def test_how_a_step_went_is_known_though_an_attempt_that_repeated_it_ended_within_it(layout: RunLayout) -> None:
     """Else it is trained at another rate, or applied where it was skipped, and its version is of other weights."""
     went = Trained(1, 1, applied=False, refused="grad_norm", began_s=7.5)
-    for attempt, batches in enumerate(([[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 1], [2, 5]])):
+    for attempt, batches in enumerate(([(0, 1), (2, 3)], [(0, 1), (2, 3)], [(0, 1), (2, 5)])):
         journal = open_journal(layout, "test", attempt, 0, None)
         journal.note(Began(0, 0, goes_on=True))
         for step, groups in enumerate(batches):
@@ -367,11 +370,11 @@ def test_an_attempt_that_starts_over_forgets_all_that_was_before(layout: RunLayo
 
 
 def test_steps_are_repeated_up_to_the_first_that_lacks_a_rollout_and_never_use_a_group_twice(layout: RunLayout) -> None:
-    history = History(batches={step: Taken(step, [2 * step, 2 * step + 1]) for step in (3, 4, 5, 7)})
+    history = History(batches={step: Taken(step, (2 * step, 2 * step + 1)) for step in (3, 4, 5, 7)})
     assert [step.step for step in recorded_steps(history, 3, lambda _: True)] == [3, 4, 5]
     assert [step.step for step in recorded_steps(history, 3, lambda group_id: group_id != 9)] == [3]
     assert recorded_steps(history, 2, lambda _: True) == ()
-    history.batches[4] = Taken(4, [7, 8])
+    history.batches[4] = Taken(4, (7, 8))
     assert [step.step for step in recorded_steps(history, 3, lambda _: True)] == [3]
 
 
@@ -474,21 +477,23 @@ def test_a_batch_that_is_not_whole_cannot_be_taken_again(layout: RunLayout) -> N
     assert buffer.ledger.open_groups() == [0, 1]
 
 
-def test_a_damaged_line_of_events_costs_no_rollout(layout: RunLayout) -> None:
+def test_a_damaged_event_costs_no_rollout(layout: RunLayout) -> None:
     buffer = begin_with_groups(layout)
     finish(buffer, 0, 1, 2)
     train(buffer, 0)
     journal_of(buffer).commit()
     (path,) = event_paths(layout.rollouts)
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert b'"admitted", "group": 1' in lines[2]
-    path.write_bytes(b"".join([*lines[:2], b"x" + lines[2][1:], *lines[3:]]))
+    event = read_events(path).events[3]
+    assert isinstance(event, Admitted)
+    assert event.group == 1
+    first, end = place_of(path, EVENTS, 2)
+    flip_in_record(path, EVENTS, 2)
     history = read_history(layout.rollouts, START)
-    assert history.problems == [f"{path}: lines [3] are damaged"]
+    assert history.problems == [f"{path}: bytes {first} to {end} are damaged"]
     again = begin(layout, 1, history)
     assert [group.group_id for group in again.finished()] == [0, 1, 2]
     assert again.ledger.open_groups() == [0, 1, 2, 3]
-    # What a checkpoint knows is counted in lines, damaged ones included.
+    # What a checkpoint knows is counted in events, damaged ones included.
     assert list(read_history(layout.rollouts, Position(0, 4, 6)).admitted) == [3]
 
 

@@ -8,17 +8,20 @@ import resource
 import shutil
 import signal
 from collections.abc import Sequence
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 from crash_states import RecordedDisk, put
+from log_files import write_anew
 from rollout_samples import assert_same_prompt, assert_same_scored, make_record, make_scored
 
 from rlhpc.base.native import crc32
 from rlhpc.base.ownership import take_over
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer import history
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.history import (
     Admitted,
@@ -371,14 +374,14 @@ def test_many_pieces_and_short_writes_arrive_whole(tmp_path: Path, monkeypatch: 
 EVENTS: list[Event] = [
     Began(0, 0, goes_on=True),
     Admitted(0, 17, 3),
-    Taken(4, [2, 1]),
+    Taken(4, (2, 1)),
     Trained(4, 3, applied=False, metrics={"loss": 0.5, "grad_norm": float("inf")}),
     Dropped(5, DropReason.NO_SPREAD),
 ]
 
 
 def write(directory: Path, events: list[Event], attempt: int = 0) -> Path:
-    log = GroupEventLog(directory, attempt)
+    log = GroupEventLog(directory, attempt, run_name="test")
     for event in events:
         log.add(event)
     log.commit(len(events))
@@ -392,9 +395,10 @@ def events_of(path: Path) -> list[Event]:
 
 def test_every_kind_of_event_comes_back_as_it_was(tmp_path: Path) -> None:
     file = read_events(write(tmp_path, EVENTS, attempt=3))
-    assert (file.attempt, list(file.events.values()), file.damaged_lines) == (3, EVENTS, [])
+    assert (file.attempt, list(file.events.values()), file.log.damage) == (3, EVENTS, [])
     assert list(file.events) == [1, 2, 3, 4, 5]
-    assert file.path.name == "events_000003.jsonl"
+    assert file.log.path.name == "events_000003.log"
+    assert file.log.head.run_name == "test"
 
 
 def test_a_commit_writes_no_more_than_it_is_told_and_the_next_one_the_rest(tmp_path: Path) -> None:
@@ -408,43 +412,11 @@ def test_a_commit_writes_no_more_than_it_is_told_and_the_next_one_the_rest(tmp_p
     assert events_of(event_paths(tmp_path)[0]) == EVENTS
 
 
-def test_a_torn_last_line_is_told_from_damage(tmp_path: Path) -> None:
+def test_events_of_a_later_version_are_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path, EVENTS)
-    whole = path.read_bytes()
-    for cut in range(1, len(whole.splitlines()[-1])):
-        path.write_bytes(whole[:-cut])
-        file = read_events(path)
-        assert list(file.events.values()) == (EVENTS if cut == 1 else EVENTS[:-1])
-        assert (file.damaged_lines, file.is_torn) == (([], False) if cut == 1 else ([5], True))
-    path.write_bytes(whole + bytes(100))
-    assert events_of(path) == EVENTS
-
-
-def test_no_flipped_bit_is_read_as_another_event(tmp_path: Path) -> None:
-    path = write(tmp_path, EVENTS)
-    whole = path.read_bytes()
-    for bit in range(len(whole) * 8):
-        image = bytearray(whole)
-        image[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(image)
-        file = read_events(path)
-        assert file.damaged_lines
-        assert [event for event in file.events.values() if event not in EVENTS] == []
-        assert len(file.events) >= 3  # a newline that is none any more costs two
-
-
-def test_a_line_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
-    path = write(tmp_path, EVENTS)
-
-    class Unknown(Began):
-        word = "forgotten"
-
-    log = GroupEventLog(tmp_path, 1)
-    log.add(Unknown(0, 0, goes_on=True))
-    log.commit(1)
-    with pytest.raises(JournalError, match=r"events_000001\.jsonl, line 1: .*forgotten.*another version"):
-        read_events(event_paths(tmp_path)[1])
-    assert events_of(path) == EVENTS
+    write_anew(path, history.EVENTS, [*EVENTS, make_dataclass("Forgotten", [("step", int)], frozen=True)(3)])
+    with pytest.raises(JournalError, match=r"events_000000\.log, byte \d+: type 0x.*another version"):
+        read_events(path)
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.long)])

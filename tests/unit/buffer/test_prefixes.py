@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import signal
@@ -10,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from crash_states import RecordedDisk, put
@@ -30,6 +32,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer import prefixes
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.buffer.log import HEAD_BYTES
 from rlhpc.buffer.prefixes import (
     PartialIntake,
     PartialLog,
@@ -172,7 +175,7 @@ def test_the_next_attempt_goes_on_and_what_was_before_is_deleted(tmp_path: Path)
     assert log.wants_all
     log.begin(pieces(0, 100)[:2])
     log.append(pieces(100, 130)[:2])
-    assert [path.name for path in partial_paths(tmp_path)] == ["partials_000001.bin"]
+    assert [path.name for path in partial_paths(tmp_path)] == ["partials_000001.log"]
     assert lengths(tmp_path) == [130, 130, 0, 0]
     assert lengths(tmp_path, first_attempt=1) == [130, 130, 0, 0]
     log.discard()
@@ -192,9 +195,9 @@ def test_files_do_not_grow_beyond_a_few_times_what_is_running(tmp_path: Path, mo
         (path,) = partial_paths(tmp_path)
         largest = max(largest, path.stat().st_size)
         assert lengths(tmp_path) == [start + 10] * 4
-    whole = sum(len(data) for data in PartialLog(tmp_path, 0)._records_of(pieces(0, 100)))
+    whole = sum(record.num_bytes for record in PartialLog(tmp_path, 0)._records_of(pieces(0, 100)))
     assert num_begun > 5
-    assert largest < 5 * whole
+    assert largest < 5 * (HEAD_BYTES + whole)
 
 
 # ----------------------------------------------------------------------------------------------------------- format
@@ -209,28 +212,19 @@ def test_files_of_this_version_are_read_for_ever() -> None:
 def test_the_page_of_the_format_says_enough_to_read_it_without_us() -> None:
     """rlhpc/buffer/README.md, taken literally."""
     (path,) = partial_paths(GOLDEN)
-    data, at, found = path.read_bytes(), 0, dict[int, list[tuple[int, float, int]]]()
+    data, at, found = path.read_bytes(), 1024, dict[int, list[tuple[int, float, int]]]()
+    assert json.loads(data.split(b"\n")[1])["kind"] == "partials"
     while at < len(data):
-        assert data[at : at + 4] == b"RLP1"
-        crc, _, num_bytes, num_inflated = struct.unpack_from("<4I", data, at + 4)
-        end = at + 20 + num_bytes
+        mark, crc, num_bytes, _ = struct.unpack_from("<4s3I", data, at)
+        end = at + 16 + num_bytes
+        assert mark == b"RLHP"
         assert crc == zlib.crc32(data[at + 8 : end])
-        plain = zlib.decompress(data[at + 20 : end])
+        header_bytes, header = struct.unpack_from("<I", data, at + 28)[0], at + 48
+        (_, length), num_inflated = msgspec.msgpack.decode(data[header : header + header_bytes]).values()
+        first = header + -(-header_bytes // 8) * 8
+        plain = zlib.decompress(data[first : first + length])
         assert len(plain) == num_inflated
-        (count,) = struct.unpack_from("<q", plain)
-        rows = [struct.unpack_from("<7q", plain, 8 + 56 * row) for row in range(count)]
-        place, num_runs, num_tokens = 8 + 56 * count, sum(row[6] for row in rows), sum(row[4] for row in rows)
-        values, run_lengths = np.frombuffer(plain, "<i4", 2 * num_runs, place).reshape(2, num_runs)
-        planes = np.frombuffer(plain, "u1", 8 * num_tokens, place + 8 * num_runs).reshape(2, 4, num_tokens)
-        ids, logprobs = planes[0].T.tobytes(), planes[1].T.tobytes()
-        columns = np.frombuffer(ids, "<i4"), np.frombuffer(logprobs, "<f4"), np.repeat(values, run_lengths)
-        tokens = [*zip(*map(np.ndarray.tolist, columns), strict=True)]
-        for group_id, _, _, start, length, before, _ in rows:
-            known = found.setdefault(group_id, [])
-            assert zlib.crc32(np.array([token for token, _, _ in known], "<i4").tobytes()) == before
-            assert len(known) == start
-            known += tokens[:length]
-            del tokens[:length]
+        _read_pieces(plain, found)
         at = end
     for group_id, known in found.items():
         draft = DRAFTS[group_id]
@@ -238,6 +232,23 @@ def test_the_page_of_the_format_says_enough_to_read_it_without_us() -> None:
             draft.token_ids.tolist(), draft.behaviour_logprobs.tolist(), draft.versions.tolist(), strict=True
         )
         assert known == [*expected][:100]
+
+
+def _read_pieces(plain: bytes, found: dict[int, list[tuple[int, float, int]]]) -> None:
+    (count,) = struct.unpack_from("<q", plain)
+    rows = [struct.unpack_from("<7q", plain, 8 + 56 * row) for row in range(count)]
+    place, num_runs, num_tokens = 8 + 56 * count, sum(row[6] for row in rows), sum(row[4] for row in rows)
+    values, run_lengths = np.frombuffer(plain, "<i4", 2 * num_runs, place).reshape(2, num_runs)
+    planes = np.frombuffer(plain, "u1", 8 * num_tokens, place + 8 * num_runs).reshape(2, 4, num_tokens)
+    ids, logprobs = planes[0].T.tobytes(), planes[1].T.tobytes()
+    columns = np.frombuffer(ids, "<i4"), np.frombuffer(logprobs, "<f4"), np.repeat(values, run_lengths)
+    tokens = [*zip(*map(np.ndarray.tolist, columns), strict=True)]
+    for group_id, _, _, start, length, before, _ in rows:
+        known = found.setdefault(group_id, [])
+        assert zlib.crc32(np.array([token for token, _, _ in known], "<i4").tobytes()) == before
+        assert len(known) == start
+        known += tokens[:length]
+        del tokens[:length]
 
 
 # ----------------------------------------------------------------------------------------------------------- damage
@@ -279,7 +290,7 @@ def test_a_flipped_bit_costs_a_piece_and_those_after_it_and_is_told(tmp_path: Pa
     whole, rng = path.read_bytes(), random.Random(3)
     for _ in range(200):
         changed = bytearray(whole)
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        changed[rng.randrange(HEAD_BYTES, len(changed))] ^= 1 << rng.randrange(8)
         path.write_bytes(changed)
         assert max(lengths(tmp_path)) < 100
         _, problems = read_partials(tmp_path)
@@ -291,13 +302,13 @@ def test_a_file_that_is_cut_off_gives_what_lies_before_the_cut(tmp_path: Path) -
     write_some(tmp_path).close()
     (path,) = partial_paths(tmp_path)
     whole, seen = path.read_bytes(), set()
-    for end in range(0, len(whole), 37):
+    for end in range(HEAD_BYTES, len(whole), 37):
         path.write_bytes(whole[:end] + bytes(end % 3))
         found = lengths(tmp_path)
         assert len({*found}) == 1
         seen.add(found[0])
         file = read_partial_file(path)
-        assert file.is_torn == bool(file.damage)
+        assert file.log.is_torn == bool(file.log.damage)
     assert seen == {0, 20, 40, 60, 80}
 
 
@@ -307,7 +318,7 @@ def test_records_of_another_version_are_refused_by_name(tmp_path: Path) -> None:
     log.append([PartialRollout(0, 0, 0, 0, 0, odd)])
     known, (problem,) = read_partials(tmp_path)
     assert known == {}
-    assert "partials_000000.bin, byte" in problem
+    assert "partials_000000.log, record" in problem
     assert "another version" in problem
 
 

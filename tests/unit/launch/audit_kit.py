@@ -22,13 +22,13 @@ from launch.run_directory.prepare import (
     set_journal_aside,
 )
 from rlhpc.algorithms.estimators import has_reward_variance
-from rlhpc.base.native import crc32
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.buffer import RolloutBuffer
-from rlhpc.buffer.history import event_paths
+from rlhpc.buffer.history import EVENTS, Admitted, Dropped, Event, Taken, Trained, event_paths, read_events
 from rlhpc.buffer.journal import journal_paths, read_journal
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.log import MARK
 from rlhpc.buffer.segments import SegmentWriter, read_raw_columns, read_segment, segment_paths, to_hdf5
 from rlhpc.config.file import write_resolved
 from rlhpc.config.rules import Config
@@ -43,6 +43,7 @@ from rlhpc.roles.controller.state import (
     write_saved_state,
 )
 from rlhpc.training.checkpoint_directory import COMPLETE, KnownCheckpoints, begin, complete, prune
+from tests.unit.buffer.log_files import write_anew
 from tests.unit.buffer.rollout_samples import ManualClock, make_prompt
 from tests.unit.launch.site_kit import config_of
 
@@ -341,10 +342,10 @@ class AuditedRun:
                     file.write(bytes([value ^ 1]))
 
     def tear(self) -> None:
-        """What a kill may leave behind the last line of the events."""
+        """What a kill may leave behind the last one of the events."""
         if self.random.random() < 0.5 and (paths := event_paths(self.layout.rollouts)):
             with paths[-1].open("ab") as file:
-                file.write(b'0123abcd {"event": "tak')
+                file.write(MARK + b"0123abcd" * 5)
 
 
 def _unheard(_: str) -> None:
@@ -531,50 +532,44 @@ def a_segment_is_gone(layout: RunLayout, chance: random.Random) -> Falsified | N
 # ----------------------------------------------------------------------------------------------------------- events
 
 
-def events_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of an event log."""
-    return [json.loads(line[9:]) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
-
-
-def edit_events(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Write the whole lines of an event log anew, with checksums that hold."""
-    events = events_of(path)
+def edit_events(path: Path, change: Callable[[list[Any]], None]) -> None:
+    """Write the whole events of a log anew, with checksums that hold."""
+    events = [*read_events(path).events.values()]
     change(events)
-    lines = [json.dumps(event).encode() for event in events]
-    path.write_bytes(b"".join(f"{crc32(line):08x} ".encode() + line + b"\n" for line in lines))
+    write_anew(path, EVENTS, events)
 
 
-def _some_event(layout: RunLayout, chance: random.Random, *kinds: str) -> tuple[Path, int, dict[str, Any]] | None:
+def _some_event(layout: RunLayout, chance: random.Random, kind: type[Event]) -> tuple[Path, int, Any] | None:
     """(file, index, event): one that others of its attempt follow, since a kill may take the last ones."""
     found = list(_events(layout))
-    last = {path: index for path, index, event in found if event["event"] in ("trained", "taken")}
-    found = [each for each in found if each[2]["event"] in kinds and each[1] < last.get(each[0], 0)]
+    last = {path: index for path, index, event in found if isinstance(event, Trained | Taken)}
+    found = [each for each in found if isinstance(each[2], kind) and each[1] < last.get(each[0], 0)]
     return chance.choice(found) if found else None
 
 
-def _events(layout: RunLayout) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+def _events(layout: RunLayout) -> Iterator[tuple[Path, int, Event]]:
     for path in event_paths(layout.rollouts):
-        for index, event in enumerate(events_of(path)):
+        for index, event in enumerate(read_events(path).events.values()):
             yield path, index, event
 
 
-def _named(event: dict[str, Any]) -> Falsified:
-    return Falsified(group=event.get("group", -1), step=event.get("step", -1))
+def _named(event: Event) -> Falsified:
+    return Falsified(group=getattr(event, "group", -1), step=getattr(event, "step", -1))
 
 
-def a_line_is_gone(kind: str) -> Callable[[RunLayout, random.Random], Falsified | None]:
+def an_event_is_gone(kind: type[Event]) -> Callable[[RunLayout, random.Random], Falsified | None]:
     def mutate(layout: RunLayout, chance: random.Random) -> Falsified | None:
         if (found := _some_event(layout, chance, kind)) is None:
             return None
         path, index, event = found
         edit_events(path, lambda events: events.pop(index))
-        return _named(event) if kind != "taken" else Falsified(step=event["step"])
+        return _named(event)
 
-    mutate.__name__ = f"a_line_is_gone_{kind}"
+    mutate.__name__ = f"an_event_is_gone_{kind.__name__}"
     return mutate
 
 
-def a_line_stands_twice(kind: str) -> Callable[[RunLayout, random.Random], Falsified | None]:
+def an_event_stands_twice(kind: type[Event]) -> Callable[[RunLayout, random.Random], Falsified | None]:
     def mutate(layout: RunLayout, chance: random.Random) -> Falsified | None:
         if (found := _some_event(layout, chance, kind)) is None:
             return None
@@ -582,16 +577,16 @@ def a_line_stands_twice(kind: str) -> Callable[[RunLayout, random.Random], Falsi
         edit_events(path, lambda events: events.insert(index, event))
         return _named(event)
 
-    mutate.__name__ = f"a_line_stands_twice_{kind}"
+    mutate.__name__ = f"an_event_stands_twice_{kind.__name__}"
     return mutate
 
 
 def a_batch_has_another_group(layout: RunLayout, chance: random.Random) -> Falsified | None:
-    if (found := _some_event(layout, chance, "taken")) is None:
+    if (found := _some_event(layout, chance, Taken)) is None:
         return None
     path, index, event = found
-    edit_events(path, lambda events: events[index]["groups"].__setitem__(0, 9999))
-    return Falsified(step=event["step"])
+    edit_events(path, lambda events: events.__setitem__(index, replace(event, groups=(9999, *event.groups[1:]))))
+    return Falsified(step=event.step)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -714,8 +709,8 @@ MUTATIONS: tuple[Callable[[RunLayout, random.Random], Falsified | None], ...] = 
     a_token_is_of_a_version_that_never_was,
     a_token_is_older_than_the_one_before,
     a_segment_is_gone,
-    *(a_line_is_gone(kind) for kind in ("admitted", "taken", "trained", "dropped")),
-    *(a_line_stands_twice(kind) for kind in ("admitted", "taken", "trained", "dropped")),
+    *map(an_event_is_gone, (Admitted, Taken, Trained, Dropped)),
+    *map(an_event_stands_twice, (Admitted, Taken, Trained, Dropped)),
     a_batch_has_another_group,
     a_checkpoint_counts_one_more_trained,
     a_checkpoint_counts_one_more_dropped,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +26,15 @@ from launch.verify.evidence import Depth
 from launch.verify.report import Audit, Check, CheckVerdict
 from launch.verify.steps import compare, describe
 from launch.verify.timeline import EventEvidence
+from rlhpc.base.native import crc32
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import ResolvedGroup
-from rlhpc.buffer.history import Admitted, Began, GroupEventLog, Taken, Trained, event_paths
+from rlhpc.buffer.history import EVENTS, Admitted, Began, GroupEventLog, Taken, Trained, event_paths, read_events
 from rlhpc.buffer.journal import journal_paths, read_journals, read_rollout_rows
 from rlhpc.buffer.segments import segment_paths
 from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
 from rlhpc.training.checkpoint_directory import KnownCheckpoints
+from tests.unit.buffer.log_files import write_anew
 from tests.unit.buffer.rollout_samples import make_scored
 from tests.unit.launch.audit_kit import (
     MUTATIONS,
@@ -40,7 +42,7 @@ from tests.unit.launch.audit_kit import (
     Falsified,
     Killed,
     a_checkpoint_opens_a_trained_group,
-    a_line_is_gone,
+    an_event_is_gone,
     edit_checkpoint,
     edit_events,
     edit_segment,
@@ -153,11 +155,11 @@ def test_what_a_killed_run_holds_is_counted(tmp_path):
 def test_admissions_that_a_kill_cut_off_are_written_down_by_the_next_attempt(tmp_path, seed):
     """Rollouts are on disk before the events of the same commit, and may be those of the youngest group alone."""
     layout = killed_run(tmp_path / "run", seed)
-    events = layout.rollouts / "events_000000.jsonl"
-    lines = events.read_bytes().splitlines(keepends=True)
+    (path,) = event_paths(layout.rollouts)
+    events = [*read_events(path).events.values()]
     youngest = max(record.scored.rollout.group_id for record in next(read_journals(layout.rollouts)).records)
-    gap = next(i for i, line in enumerate(lines) if f'"group":{youngest - 2},' in line.decode().replace(" ", ""))
-    events.write_bytes(b"".join(lines[:gap]))
+    gap = next(i for i, event in enumerate(events) if getattr(event, "group", -1) == youngest - 2)
+    write_anew(path, EVENTS, events[:gap])
     run = AuditedRun(layout.root, seed + 100)
     run.start()
     run.run()
@@ -302,13 +304,13 @@ def test_what_is_no_run_directory_is_refused_with_status_2(tmp_path, capsys):
 def test_files_that_are_not_known_are_no_accusation_and_events_are(originals, tmp_path):
     layout = RunLayout(tmp_path / "run")
     copy_run(originals[0], layout)
-    for name in ("partials_000000.bin", "guard.jsonl", "segment_0.h5.partial"):
+    for name in ("partials_000000.log", "guard.jsonl", "segment_0.h5.partial"):
         (layout.rollouts / name).write_bytes(b"x")
     assert_clean(layout)
-    other = {"event": "partial", "group": 3, "tokens": 5}
+    other = make_dataclass("Later", [("group", int)], frozen=True)(3)
     edit_events(event_paths(layout.rollouts)[0], lambda events: events.insert(9, other))
     (offence,) = check_of(audited(layout), "files").offences
-    assert offence.text == "events of another version of rlhpc: partial (1)"
+    assert offence.text == f"events of another version of rlhpc: type {crc32(b'Later'):#010x} (1)"
 
 
 def test_a_step_that_was_to_be_repeated_when_the_run_was_stopped_is_as_it_went_before(tmp_path):
@@ -318,10 +320,10 @@ def test_a_step_that_was_to_be_repeated_when_the_run_was_stopped_is_as_it_went_b
     for event in (
         Began(0, 0, goes_on=True),
         *(Admitted(group, group, 0) for group in range(4)),
-        *(Taken(0, [0, 1]), Trained(0, 0, applied=True), Taken(1, [2, 3]), Trained(1, 1, applied=True)),
+        *(Taken(0, (0, 1)), Trained(0, 0, applied=True), Taken(1, (2, 3)), Trained(1, 1, applied=True)),
     ):
         first.add(event)
-    for event in (Began(0, 8, goes_on=True, timeline=0), Taken(0, [0, 1])):
+    for event in (Began(0, 8, goes_on=True, timeline=0), Taken(0, (0, 1))):
         second.add(event)
     for log in (first, second):
         log.commit(log.num_pending)
@@ -495,7 +497,7 @@ def test_a_submission_is_refused_before_anything_is_written(run, tmp_path):
 
 
 def test_what_going_on_makes_no_worse_is_a_warning(run):
-    assert a_line_is_gone("trained")(run.layout, random.Random(0)) is not None
+    assert an_event_is_gone(Trained)(run.layout, random.Random(0)) is not None
     lines = warnings(run.layout)
     assert lines[0].startswith("audit: steps: step ")
     assert all(line.endswith(f"`rlhpc audit {run.layout.root}` lists everything") for line in lines)

@@ -159,7 +159,7 @@ def test_an_attempt_whose_line_is_lost_is_known_by_its_events_and_nobody_writes_
     """Without attempts.jsonl another attempt 0 began, and replaced the history of the first."""
     prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     assert begin_attempt(layout, job_id=1, restart=0)["attempt"] == 0
-    (layout.rollouts / "events_000000.jsonl").write_text("")
+    (layout.rollouts / "events_000000.log").write_text("")
     layout.attempts.unlink()
     with pytest.raises(RunDirectoryError, match="exists already; use --resume"):
         prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,15 @@ from launch.run_directory.prepare import prepare_run_dir
 from launch.verify.audit import ProgressNote
 from launch.verify.files import check_run, chosen_step
 from launch.verify.report import FileVerdict, Row
-from rlhpc.base.native import crc32
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
-from rlhpc.buffer.history import Admitted, Began, Dropped, Event, GroupEventLog, Taken, Trained
+from rlhpc.buffer.history import EVENTS, Admitted, Began, Dropped, Event, GroupEventLog, Taken, Trained
 from rlhpc.buffer.journal import JournalFiles, read_journal
 from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.protocol.errors import EXIT_CONFIG
+from tests.unit.buffer.log_files import flip_at, flip_in_record, write_anew
 from tests.unit.buffer.rollout_samples import ManualClock, make_draft, make_group, make_record, make_scored, piece_of
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import flip_one_bit, save
@@ -51,24 +52,24 @@ def layout(tmp_path) -> RunLayout:
     prepare_run_dir(config, layout, resume=False, fresh=False)
     write_segments(layout, range(6))
     write_journal(layout, range(12))
-    write_events(layout, 0, EVENTS)
+    write_events(layout, 0, HISTORY)
     write_partials(layout)
     save(layout, 8)
     save(layout, 10, controller=json.dumps(STATE | {"step": 10, "buffer": {"next_segment_index": 0} | JOURNAL_FROM_4}))
     return layout
 
 
-EVENTS = (
+HISTORY = (
     Began(0, 0, goes_on=True),
     *(Admitted(group, group, 0) for group in range(5)),
-    Taken(0, [0, 1]),
+    Taken(0, (0, 1)),
     Trained(0, 0, applied=True),
     Dropped(2, DropReason.POISON),
-    Taken(1, [3, 4]),
+    Taken(1, (3, 4)),
     Trained(1, 1, applied=True),
 )
 
-LEAPS = [Began(2, 12, goes_on=True), Taken(3, [0, 1])]
+LEAPS = [Began(2, 12, goes_on=True), Taken(3, (0, 1))]
 STATE = {"step": 12, "policy_version": 12, "prompts": {}, "membership": {}, "totals": {}, "guard": {}, "progress": {}}
 JOURNAL_FROM_4 = {"journal": {"attempt": 0, "num_events": 0, "num_rollouts": 3}}
 
@@ -99,7 +100,7 @@ def write_partials(layout: RunLayout) -> None:
 
 
 def partials(layout: RunLayout) -> Path:
-    return layout.rollouts / "partials_000000.bin"
+    return layout.rollouts / "partials_000000.log"
 
 
 def journal(layout: RunLayout, index: int) -> Path:
@@ -107,7 +108,7 @@ def journal(layout: RunLayout, index: int) -> Path:
 
 
 def events(layout: RunLayout, attempt: int) -> Path:
-    return layout.rollouts / f"events_{attempt:06d}.jsonl"
+    return layout.rollouts / f"events_{attempt:06d}.log"
 
 
 def flip_in_journal(path: Path, column: str, entry: int) -> None:
@@ -116,18 +117,9 @@ def flip_in_journal(path: Path, column: str, entry: int) -> None:
     flip_at(path, place + (8 if column == "rollouts" else 0))
 
 
-def flip_in_line(path: Path, number: int) -> None:
-    flip_at(path, sum(map(len, path.read_bytes().splitlines(keepends=True)[: number - 1])) + 20)
-
-
-def flip_at(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
-def write_line(path: Path, line: bytes) -> None:
-    path.write_bytes(f"{crc32(line):08x} ".encode() + line + b"\n")
+def write_later_events(path: Path) -> None:
+    """Those of a version that has more kinds of them."""
+    write_anew(path, EVENTS, [make_dataclass("Later", [("step", int)], frozen=True)(3)])
 
 
 def write_segments(layout: RunLayout, group_ids: range, first_index: int = 0) -> None:
@@ -154,7 +146,7 @@ def test_a_sound_run_is_sound_and_untouched(layout, capsys):
     assert out.splitlines()[-1] == f"{layout.root}: sound; a resume starts from step 10"
     assert "6 groups, all checksums right" in out
     assert "12 rollouts, all checksums right" in out
-    assert f"{len(EVENTS)} events, all checksums right" in out
+    assert f"{len(HISTORY)} events, all checksums right" in out
     assert "2 rollouts of 100 tokens, all checksums right" in out
     assert state_of(layout) == before
 
@@ -176,7 +168,7 @@ def test_a_sound_run_is_sound_and_untouched(layout, capsys):
         (lambda run: journal(run, 1).write_bytes(b"x" * 9000), "journal", "_000001.h5 is not a journal of rollouts"),
         (lambda run: os.truncate(journal(run, 2), 9000), "journal", "journal_000002.h5 is cut off: it has 9,000 of"),
         (lambda run: os.truncate(journal(run, 0), 60), "journal", "journal_000000.h5 its first bytes are damaged"),
-        (lambda run: flip_at(partials(run), 30), "partials", "partials_000000.bin: bytes 0 to"),
+        (lambda run: flip_at(partials(run), 30), "partials", "partials_000000.log: bytes 0 to"),
         (lambda run: journal(run, 1).unlink(), "journal", "missing between"),
         (lambda run: journal(run, 0).unlink(), "journal", "missing: rollouts 4 to 5, the first since the checkpoint"),
         (
@@ -184,17 +176,22 @@ def test_a_sound_run_is_sound_and_untouched(layout, capsys):
             "journal",
             "also in journal_000002.h5: rollouts 6 to 12",
         ),
-        (lambda run: flip_in_line(events(run, 0), 4), "events", "events_000000.jsonl: lines 4 are damaged"),
-        (lambda run: write_events(run, 1, [Taken(2, [9])]), "events", "group 9 of step 2 was never admitted"),
+        (lambda run: flip_in_record(events(run, 0), EVENTS, 3), "events", "events_000000.log: bytes 1"),
+        (lambda run: flip_at(events(run, 0), 30), "events", "events_000000.log: bytes 0 to 1024 are damaged"),
+        (lambda run: write_events(run, 1, [Taken(2, (9,))]), "events", "group 9 of step 2 was never admitted"),
         (
-            lambda run: write_events(run, 1, [Taken(2, [3]), Taken(3, [3])]),
+            lambda run: write_events(run, 1, [Taken(2, (3,)), Taken(3, (3,))]),
             "events",
             "group 3 is trained at step 2 and at step 3",
         ),
         (lambda run: write_events(run, 1, [Trained(1, 1, applied=True)]), "events", "step 1 is trained, and no batch"),
         (lambda run: write_events(run, 1, LEAPS), "events", "step 3 follows, where step 2 is due"),
-        (lambda run: write_events(run, 1, [Taken(2, [*range(9, 99)])]), "events", "80 more contradictions: `rlhpc aud"),
-        (lambda run: write_line(events(run, 0), b'{"event": "later"}'), "events", "is it of another version of rlhpc?"),
+        (
+            lambda run: write_events(run, 1, [Taken(2, (*range(9, 99),))]),
+            "events",
+            "80 more contradictions: `rlhpc",
+        ),
+        (lambda run: write_later_events(events(run, 0)), "events", "is it of another version of rlhpc?"),
         (lambda run: flip_one_bit(run.config), "settings", "config.json"),
         (lambda run: run.config.write_text(run.config.read_text().replace("demo", "other")), "settings", "altered"),
         (lambda run: run.inputs.write_text("[]"), "inputs", "damaged"),
@@ -280,16 +277,17 @@ def notes(layout: RunLayout) -> list[tuple[str, str]]:
 def test_what_a_killed_process_left_half_written_is_a_remark(layout):
     flip_in_journal(journal(layout, 2), "loss_mask", 0)  # of the first of its two rollouts
     flip_in_journal(journal(layout, 2), "rollouts", 1)
+    end = events(layout, 0).stat().st_size
     with events(layout, 0).open("ab") as file:
-        file.write(b'0123abcd {"event": "tak')
+        file.write(b"RLHP0123abcd")
     assert not damaged(layout)
     remark = "at its end: half written when its process ended, or being written now"
     assert notes(layout) == [
         ("journal_000002.h5", f"rows 0, 1 of `rollouts` {remark}"),
-        ("events_000000.jsonl", f"line {len(EVENTS) + 1} {remark}"),
+        ("events_000000.log", f"bytes {end} to {end + 12} {remark}"),
     ]
     write_journal(layout, range(10, 14), attempt=1)  # goes on where it found the end
-    write_events(layout, 1, [Began(1, 10, goes_on=True), Taken(1, [4, 3])])
+    write_events(layout, 1, [Began(1, 10, goes_on=True), Taken(1, (4, 3))])
     assert not damaged(layout)
 
 
@@ -303,7 +301,7 @@ def test_files_that_checkpoints_have_made_superfluous_may_be_gone(layout):
     layout.rollouts.mkdir()
     write_segments(layout, range(6))
     write_journal(layout, range(3, 12))
-    write_events(layout, 1, [Began(1, 3, goes_on=True), Taken(1, [0, 1])])  # group 0 was admitted by attempt 0
+    write_events(layout, 1, [Began(1, 3, goes_on=True), Taken(1, (0, 1))])  # group 0 was admitted by attempt 0
     assert not damaged(layout)
 
 
@@ -320,7 +318,7 @@ def test_without_a_checkpoint_the_beginning_is_needed_unless_the_run_began_over(
 
 
 def test_a_run_that_begins_over_admits_its_groups_anew(layout):
-    write_events(layout, 1, [Began(0, 12, goes_on=False), Admitted(0, 0, 0), Taken(0, [0, 1])])
+    write_events(layout, 1, [Began(0, 12, goes_on=False), Admitted(0, 0, 0), Taken(0, (0, 1))])
     (row,) = damaged(layout)
     assert row.text.endswith("group 1 of step 0 was never admitted")
 
@@ -379,7 +377,7 @@ def test_it_says_what_a_crash_would_cost(layout):
     """Steps after the chosen checkpoint that have been recorded, by their own times."""
     assert not [row for row in check_run(layout, lambda text: None) if row.part == "replay"]  # recorded: 0 and 1
     trained = [Trained(step, step, applied=True, metrics={"step_s": 2.5}) for step in range(9, 14)]
-    write_events(layout, 1, [Began(0, 12, goes_on=True), *(Taken(e.step, [e.step]) for e in trained), *trained])
+    write_events(layout, 1, [Began(0, 12, goes_on=True), *(Taken(e.step, (e.step,)) for e in trained), *trained])
     said = (
         "since the checkpoint of step 10, steps 10 to 13 would be trained again, from the journal: 10.0 s of training"
     )

@@ -375,7 +375,7 @@ async def test_reports_are_on_disk_soon_and_so_are_the_admissions_that_they_need
 
 async def test_what_this_attempt_did_not_take_up_is_gone_at_once(it: Controller) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while [path.name for path in partial_paths(it.directory)] != ["partials_000001.bin"]:  # noqa: ASYNC110 - a thread
+        while [path.name for path in partial_paths(it.directory)] != ["partials_000001.log"]:  # noqa: ASYNC110 - a thread
             await asyncio.sleep(0.01)
     assert read_partials(it.directory) == ({}, [])
 
@@ -439,8 +439,8 @@ async def test_a_disk_that_refuses_costs_one_warning_and_later_all_is_there_agai
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr("rlhpc.buffer.prefixes.write_at", refuse)
-        full.setattr("rlhpc.buffer.prefixes.make_file", refuse)
+        full.setattr("rlhpc.buffer.log.write_at", refuse)
+        full.setattr("rlhpc.buffer.log.make_file", refuse)
         for start in range(50, 80, 10):
             await it.takes(piece_of(DRAFT, start, start + 10))
         async with asyncio.timeout(PATIENCE_S):
