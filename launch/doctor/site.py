@@ -59,6 +59,11 @@ class Finding:
         return f"{self.key}={self.value!r}: {self.text}{remedy}"
 
 
+def row(check: str, verdict: Verdict, text: str, remedy: str = "") -> Finding:
+    """The result of a check of no key of the site file; what passes needs no remedy."""
+    return Finding(check, "", verdict, text, remedy if verdict != "pass" else "")
+
+
 # -------------------------------------------------------------------------------------------------------- sandbox check
 #
 # How programs of a policy would be isolated on this node: by which layers, and whether that is enough.
@@ -189,7 +194,7 @@ def check_version(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
         yield Finding(key, facts.release, "warn", text, "tell us how it went")
     if version >= HET_DEFECT and plan.placement == "hetjob":
         text = "a requeue cancels a heterogeneous job whose component 0 has a step; ours has none, so it works"
-        yield Finding("slurm: requeue", "", "pass", text)
+        yield row("slurm: requeue", "pass", text)
 
 
 def _release(version: tuple[int, int]) -> str:
@@ -202,10 +207,10 @@ def check_clock(facts: ClusterFacts, asked: float) -> Finding:
     try:
         there = datetime.fromisoformat(facts.clock_text).timestamp()
     except ValueError:
-        return Finding(key, "", "warn", "slurmctld does not report its time", "")
+        return row(key, "warn", "slurmctld does not report its time", "")
     skew = max(0.0, abs(there + 0.5 - asked) - 0.5)
     verdict = skew_verdict(skew)
-    return Finding(key, "", verdict, f"differs by {skew:.0f} s, to a second", "" if verdict == "pass" else remedy)
+    return row(key, verdict, f"differs by {skew:.0f} s, to a second", remedy)
 
 
 def skew_verdict(skew_s: float) -> Verdict:
@@ -275,11 +280,11 @@ def check_operations(directory: Path) -> Iterator[Finding]:
     if found & 0o077:
         text = f"a private file has mode {found:04o}: secrets/ would be open to others"
         legal = "legal: a filesystem, or a mount, with modes (of SMB: file_mode=0600,dir_mode=0700)"
-        yield Finding(key, "", "fail", text, legal)
+        yield row(key, "fail", text, legal)
     elif refused:
-        yield Finding(key, "", "warn", f"{refused}: files keep the mode that they are made with")
+        yield row(key, "warn", f"{refused}: files keep the mode that they are made with")
     else:
-        yield Finding(key, "", "pass", "as asked for")
+        yield row(key, "pass", "as asked for")
     yield _tried("shared: hard links", lambda: (directory / "second").hardlink_to(file), "files are copied instead")
     yield _tried("shared: fsync", lambda: _fsync(directory), "a power cut may lose the newest files' names")
     for path in list(directory.iterdir()):
@@ -298,8 +303,8 @@ def _tried(key: str, action: Callable[[], object], otherwise: str) -> Finding:
     try:
         action()
     except OSError as error:
-        return Finding(key, "", "warn", f"{error.strerror}: {otherwise}", "")
-    return Finding(key, "", "pass", "works")
+        return row(key, "warn", f"{error.strerror}: {otherwise}", "")
+    return row(key, "pass", "works")
 
 
 def check_caches(plan: JobPlan, shell: Mapping[str, str] = os.environ, mounts: str | None = None) -> Iterator[Finding]:
@@ -316,7 +321,7 @@ def check_caches(plan: JobPlan, shell: Mapping[str, str] = os.environ, mounts: s
             key, where = (f"prologue.environment.{name}", "there") if is_ours else (f"shell: {name}", "of your shell")
             remedy = f"remove it {where}: a job has its own on each node"
             findings.append(Finding(key, str(given), "warn", trouble, remedy))
-    yield from findings or [Finding("caches: kernels", "", "pass", "on the nodes, in a directory of each job")]
+    yield from findings or [row("caches: kernels", "pass", "on the nodes, in a directory of each job")]
 
 
 def _cache_trouble(given: str, mounts: str | None) -> str | None:
@@ -339,7 +344,7 @@ def check_software(prologue: PrologueConfig) -> Iterator[Finding]:
     yield from _check_paths(prologue)
     if prologue.image is not None and shutil.which("apptainer") is None:
         text = "no such command here"
-        yield Finding("apptainer", "", "warn", text, "compute nodes may have it; else load it by prologue.modules")
+        yield row("apptainer", "warn", text, "compute nodes may have it; else load it by prologue.modules")
     if not prologue.modules:
         yield _python(prologue)
 
@@ -497,7 +502,7 @@ def check_space(directory: Path, wanted: Forecast | None) -> list[Finding]:
     findings = [finding for room in rooms for finding in judge(room, wanted)]
     if wanted is not None and wanted.checkpoint_bytes is None:
         text = "the size of checkpoints is unknown: model.path/config.json is missing, or of another family"
-        findings.append(Finding("room: forecast", "", "warn", text, "set model.path to the model's directory"))
+        findings.append(row("room: forecast", "warn", text, "set model.path to the model's directory"))
     return findings
 
 
@@ -507,14 +512,12 @@ def judge(room: Room, wanted: Forecast | None) -> Iterator[Finding]:
     if room.free_bytes is not None:
         text = f"{_size(room.free_bytes)} left" + (f"; the run writes up to {_size(need)}" if wanted else "")
         verdict = _verdict(room.free_bytes, need, GIB)
-        yield Finding(
-            f"room: {room.source}", "", verdict, text, "" if verdict == "pass" else "delete, or ask for more space"
-        )
+        yield row(f"room: {room.source}", verdict, text, "delete, or ask for more space")
     if room.free_inodes is not None:
         text = f"{room.free_inodes} files left; a run creates up to {INODES}"
         verdict = _verdict(room.free_inodes, INODES, 0)
-        remedy = "" if verdict == "pass" else "put large environments (100,000 files) into an image"
-        yield Finding(f"files: {room.source}", "", verdict, text, remedy)
+        remedy = "put large environments (100,000 files) into an image"
+        yield row(f"files: {room.source}", verdict, text, remedy)
 
 
 def _verdict(left: int, need: int, least: int) -> Verdict:

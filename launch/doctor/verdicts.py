@@ -9,7 +9,7 @@ from typing import Any
 from launch.checks.memory_plan import GIB
 from launch.common.text import three_digits
 from launch.doctor.probe_jobs import Reports
-from launch.doctor.site import Finding, Verdict, skew_verdict
+from launch.doctor.site import Finding, Verdict, row, skew_verdict
 from launch.plan.jobs import JobComponent, JobPlan
 from rlhpc.config.rules import Config
 
@@ -48,30 +48,27 @@ def _driver(key: str, ready: dict[str, Any], cuda: int) -> Iterator[Finding]:
     needed, text = LEAST_DRIVER.get(cuda), f"{ready.get('driver') or '?'}; torch is for CUDA {ready['torch_cuda']}"
     kernel, library = _major(ready.get("driver")), _major(ready.get("cuda_library"))
     if needed is None or kernel is None:
-        yield Finding(
+        yield row(
             key,
-            "",
             "warn",
             f"{text}: not known whether they are compatible",
             "try `python -c 'import torch; torch.ones(1).cuda()'`",
         )
     elif kernel >= needed:
-        yield Finding(key, "", "pass", text)
+        yield row(key, "pass", text)
     elif library is not None and library >= needed:
         text = f"{text}, which needs {needed}; LD_LIBRARY_PATH has libcuda {ready['cuda_library']} before it"
         is_told = ready.get("vllm_compatibility") == "1"
-        remedy = (
-            "" if is_told else 'prologue.environment.VLLM_ENABLE_CUDA_COMPATIBILITY = "1", or vLLM may take the old one'
-        )
-        yield Finding(key, "", "pass" if is_told else "warn", text, remedy)
+        remedy = 'prologue.environment.VLLM_ENABLE_CUDA_COMPATIBILITY = "1", or vLLM may take the old one'
+        yield row(key, "pass" if is_told else "warn", text, remedy)
     else:
         text = f"{text}, which needs {needed} or newer"
         newer = f"a driver {needed} or newer (ask the site)"
         if _CONSUMER.search(ready["gpus"][0]):
-            yield Finding(key, "", "fail", text, f"legal: {newer}; or a torch and vLLM for an older CUDA")
+            yield row(key, "fail", text, f"legal: {newer}; or a torch and vLLM for an older CUDA")
         else:
             compatible = "CUDA's compatibility package before Python starts, docs/gpu.md, Old drivers"
-            yield Finding(key, "", "fail", text, f"legal: {newer}; {compatible}")
+            yield row(key, "fail", text, f"legal: {newer}; {compatible}")
 
 
 def _architecture(key: str, ready: dict[str, Any], cuda: int, dtype: str | None) -> Iterator[Finding]:
@@ -79,34 +76,32 @@ def _architecture(key: str, ready: dict[str, Any], cuda: int, dtype: str | None)
     known = sorted(each for each in found if each is not None)
     oldest = OLDEST_ARCHITECTURE.get(cuda, (0, 0))
     if not known:
-        yield Finding(key, "", "warn", "not reported by nvidia-smi", f"{_sm(oldest)} or newer is needed")
+        yield row(key, "warn", "not reported by nvidia-smi", f"{_sm(oldest)} or newer is needed")
         return
     text = ", ".join(dict.fromkeys(_sm(each) for each in known))
     if known[0] < oldest:
         text = f"{text}: torch for CUDA {ready['torch_cuda']} has no kernels for it"
-        yield Finding(key, "", "fail", text, f"legal: {_sm(oldest)} (T4, RTX 20) or newer; V100 is {_sm((7, 0))}")
+        yield row(key, "fail", text, f"legal: {_sm(oldest)} (T4, RTX 20) or newer; V100 is {_sm((7, 0))}")
     elif known[0] < BFLOAT16_ARCHITECTURE:
         verdict: Verdict = "fail" if dtype == "bfloat16" else "warn"
         text = f"{text}: neither bfloat16 nor the flash kernels of a trainer"
-        yield Finding(
-            key, "", verdict, text, f"legal: {_sm(BFLOAT16_ARCHITECTURE)} (A100, RTX 30) or newer for bfloat16"
-        )
+        yield row(key, verdict, text, f"legal: {_sm(BFLOAT16_ARCHITECTURE)} (A100, RTX 30) or newer for bfloat16")
     elif known[-1] > NEWEST_ARCHITECTURE:
-        yield Finding(key, "", "warn", f"{text}: newer than the wheels were built for", "a newer torch and vLLM")
+        yield row(key, "warn", f"{text}: newer than the wheels were built for", "a newer torch and vLLM")
     else:
-        yield Finding(key, "", "pass", text)
+        yield row(key, "pass", text)
 
 
 def _compiler(key: str, ready: dict[str, Any], component: JobComponent, config: Config | None) -> Iterator[Finding]:
     compiler, has_headers = ready.get("compiler") or "", ready.get("has_python_headers", False)
     missing = ["a C compiler"] * (not compiler) + ["Python.h"] * (not has_headers)
     if not missing:
-        yield Finding(key, "", "pass", f"{compiler}, Python.h")
+        yield row(key, "pass", f"{compiler}, Python.h")
         return
     needs = component.name == "generation" and (config is None or config.generation.engine == "vllm")
     text = f"not on {ready['node']}: {' and '.join(missing)}; Triton compiles its launchers when a kernel first runs"
     remedy = "legal: a module with gcc in [prologue]; Python's headers: python3-dev, or a Python of uv or conda"
-    yield Finding(key, "", "fail" if needs else "warn", text, remedy)
+    yield row(key, "fail" if needs else "warn", text, remedy)
 
 
 def _major(version: str | None) -> int | None:
@@ -155,12 +150,12 @@ def judge(reports: Reports, plan: JobPlan, config: Config | None, timeout_s: flo
 def _job(name: str, reports: Reports, timeout_s: float) -> Iterator[Finding]:
     if name in reports.missing:
         text = f"could not start in {timeout_s:.0f} s: {reports.missing[name]}"
-        yield Finding(f"{name}: job", "", "warn", text, "try again when the queue is shorter")
+        yield row(f"{name}: job", "warn", text, "try again when the queue is shorter")
     elif name in reports.failed:
         text, remedy = reports.failed[name], "see the log's last line above, and [prologue] in the site file"
         if "prologue:" in text:
             remedy = "this line of [prologue] must work on that node: try it there with srun"
-        yield Finding(f"{name}: job", "", "fail", text, remedy)
+        yield row(f"{name}: job", "fail", text, remedy)
 
 
 # ------------------------------------------------------------------------------------------------------------ one node
@@ -168,7 +163,7 @@ def _job(name: str, reports: Reports, timeout_s: float) -> Iterator[Finding]:
 
 def _node(ready: dict[str, Any], reports: Reports, component: JobComponent, config: Config | None) -> Iterator[Finding]:
     key = ready["name"]
-    yield Finding(f"{key}: job", "", "pass", f"ran on {ready['node']}")
+    yield row(f"{key}: job", "pass", f"ran on {ready['node']}")
     yield from _files(key, ready, reports)
     yield from _python(key, ready, component, config)
     if component.gpus_per_task:
@@ -182,21 +177,19 @@ def _files(key: str, ready: dict[str, Any], reports: Reports) -> Iterator[Findin
     trip, skew = ready.get("round_trip_s"), ready.get("skew_s")
     if ready["known_sha256"] != reports.known_sha256:
         text = f"{ready['node']} sees different content than the login node"
-        yield Finding(place, "", "fail", text, "legal: a directory that is the same on all nodes")
+        yield row(place, "fail", text, "legal: a directory that is the same on all nodes")
     elif trip is None or skew is None:
         text = ready.get("write_error") or "a file written on the login node does not appear within 20 s"
-        yield Finding(place, "", "fail", f"{ready['node']}: {text}", "legal: a directory that all nodes share")
+        yield row(place, "fail", f"{ready['node']}: {text}", "legal: a directory that all nodes share")
     else:
         verdict: Verdict = "warn" if trip > SLOW_S else "pass"
-        remedy = "long attribute caches of NFS (actimeo); ask for shorter ones" if verdict == "warn" else ""
+        remedy = "long attribute caches of NFS (actimeo); ask for shorter ones"
         text = f"same content; round trip of a renamed file: {trip * 1000:.0f} ms"
-        yield Finding(place, "", verdict, text, remedy)
+        yield row(place, verdict, text, remedy)
         sure = max(0.0, abs(skew) - trip / 2)
         text = f"{skew:+.3f} s against the login node, ± {trip / 2:.3f} s"
         verdict = skew_verdict(sure)
-        yield Finding(
-            f"{key}: clock", "", verdict, text, "" if verdict == "pass" else "the site should run an NTP client"
-        )
+        yield row(f"{key}: clock", verdict, text, "the site should run an NTP client")
 
 
 def _python(key: str, ready: dict[str, Any], component: JobComponent, config: Config | None) -> Iterator[Finding]:
@@ -207,18 +200,18 @@ def _python(key: str, ready: dict[str, Any], component: JobComponent, config: Co
         ", ".join(f"{name} {version}" for name, version in versions.items()) or "none of our packages"
     )
     if number < (3, 11):
-        yield Finding(f"{key}: python", "", "fail", text, "legal: 3.11 or newer in [prologue] venv, conda or image")
+        yield row(f"{key}: python", "fail", text, "legal: 3.11 or newer in [prologue] venv, conda or image")
     elif not ready["has_rlhpc"]:
         remedy = "legal: install rlhpc in the environment, or set prologue.code"
-        yield Finding(f"{key}: python", "", "fail", f"rlhpc and launch cannot be imported; {text}", remedy)
+        yield row(f"{key}: python", "fail", f"rlhpc and launch cannot be imported; {text}", remedy)
     else:
-        yield Finding(f"{key}: python", "", "pass", text + cuda)
+        yield row(f"{key}: python", "pass", text + cuda)
     there = {_PREFIXES[name] for name in versions if name in _PREFIXES}
     missing = [name for name in _needed(component.name, config) if name not in there]
     if missing:
         verdict: Verdict = "warn" if config is None else "fail"
         text = f"not installed: {', '.join(missing)}"
-        yield Finding(f"{key}: packages", "", verdict, text, "legal: README, Install; in the environment of [prologue]")
+        yield row(f"{key}: packages", verdict, text, "legal: README, Install; in the environment of [prologue]")
 
 
 def _needed(component: str, config: Config | None) -> list[str]:
@@ -236,19 +229,19 @@ def _gpus(key: str, ready: dict[str, Any], component: JobComponent) -> Iterator[
     visible = [word for word in (ready["visible"] or "").split(",") if word]
     if len(visible) != wanted:
         text = f"CUDA_VISIBLE_DEVICES={ready['visible']!r}, and {wanted} GPUs were requested"
-        yield Finding(place, "", "fail", text, "legal: another gpu_request; sites differ in what they support")
+        yield row(place, "fail", text, "legal: another gpu_request; sites differ in what they support")
     elif names is None:
         text = f"{wanted} given, but no nvidia-smi on {ready['node']} to identify them"
-        yield Finding(place, "", "warn", text, "expected on a cluster with fake GPUs; else load the driver's module")
+        yield row(place, "warn", text, "expected on a cluster with fake GPUs; else load the driver's module")
     elif not names:
         text = f"nvidia-smi fails on {ready['node']}"
-        yield Finding(place, "", "fail", text, "the node's driver is broken: tell the site")
+        yield row(place, "fail", text, "the node's driver is broken: tell the site")
     elif ready["torch_cuda"] == "" and "torch" in ready["versions"]:
         text = f"{names[0]}, but torch is built without CUDA"
-        yield Finding(place, "", "fail", text, "legal: a torch for CUDA in the environment of [prologue]")
+        yield row(place, "fail", text, "legal: a torch for CUDA in the environment of [prologue]")
     else:
         text = f"{wanted} × {names[0]}, driver {ready['driver'] or '?'}"
-        yield Finding(place, "", "pass", text)
+        yield row(place, "pass", text)
 
 
 def _room(key: str, ready: dict[str, Any], component: JobComponent) -> Iterator[Finding]:
@@ -258,7 +251,7 @@ def _room(key: str, ready: dict[str, Any], component: JobComponent) -> Iterator[
     text = f"{tmp['path']} {_gib(tmp['free_bytes'])} free{noexec}, /dev/shm {_gib(shm)}"
     remedy = "TMPDIR on a larger disk in [prologue.environment]; caches and sockets go there" if is_low else ""
     remedy = "TMPDIR on another disk in [prologue.environment]" if noexec else remedy
-    yield Finding(f"{key}: local room", "", "warn" if remedy else "pass", text, remedy)
+    yield row(f"{key}: local room", "warn" if remedy else "pass", text, remedy)
     yield _limits(f"{key}: limits", ready["limits"], component)
 
 
@@ -277,7 +270,7 @@ def _limits(key: str, limits: dict[str, int], component: JobComponent) -> Findin
     ):
         if limits[name] != -1:
             text, remedy = f"{text}, {what.format(limits[name])}", 'common.extra = ["--propagate=NONE"], or `ulimit`'
-    return Finding(key, "", "warn" if remedy else "pass", text, remedy)
+    return row(key, "warn" if remedy else "pass", text, remedy)
 
 
 def _gib(num_bytes: int | None) -> str:
@@ -296,7 +289,7 @@ def _alike(reports: Reports) -> Iterator[Finding]:
     found = {name: ready["versions"]["torch"] for name, ready in reports.ready.items() if "torch" in ready["versions"]}
     if len(set(found.values())) > 1:
         text = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
-        yield Finding("torch", "", "warn", f"versions differ: {text}", "one environment for all; NCCL must be the same")
+        yield row("torch", "warn", f"versions differ: {text}", "one environment for all; NCCL must be the same")
 
 
 def _network(reports: Reports) -> Iterator[Finding]:
@@ -304,12 +297,10 @@ def _network(reports: Reports) -> Iterator[Finding]:
     for name, ready in sorted(reports.ready.items()):
         if ready.get("address_error"):
             text = f"no address on {ready['node']}: {ready['address_error']}"
-            yield Finding(
-                f"{name}: interface", "", "fail", text, "legal: prologue.nccl_interface as `ip -br addr` shows"
-            )
+            yield row(f"{name}: interface", "fail", text, "legal: prologue.nccl_interface as `ip -br addr` shows")
     for name in sorted(set(reports.ready) - set(reports.results)):
         text = f"network tests did not finish on {nodes[name]} in time"
-        yield Finding(f"{name}: reaches", "", "warn", text, "try again; a firewall that drops packets causes timeouts")
+        yield row(f"{name}: reaches", "warn", text, "try again; a firewall that drops packets causes timeouts")
     for name, result in sorted(reports.results.items()):
         if result.get("reach"):
             yield _reach(name, result["reach"], nodes)
@@ -325,25 +316,23 @@ def _reach(name: str, reach: dict[str, Any], nodes: dict[str, str]) -> Finding:
     if bad:
         text = ", ".join(f"{peer} on {nodes.get(peer, '?')}: {error}" for peer, error in sorted(bad.items()))
         remedy = "legal: an interface that all partitions share (prologue.nccl_interface); no firewall between nodes"
-        return Finding(f"{name}: reaches", "", "fail", text, remedy)
+        return row(f"{name}: reaches", "fail", text, remedy)
     text = ", ".join(f"{peer} {found['ms']:.2f} ms" for peer, found in sorted(reach.items()))
-    return Finding(f"{name}: reaches", "", "pass", text)
+    return row(f"{name}: reaches", "pass", text)
 
 
 def _channel(name: str, channel: dict[str, Any]) -> Finding:
     if "error" in channel:
         remedy = "legal: TCP from every node to the controller's on any port"
-        return Finding(f"{name}: ZeroMQ", "", "fail", channel["error"], remedy)
-    return Finding(f"{name}: ZeroMQ", "", "pass", f"admitted by the controller after {channel['ms']:.0f} ms")
+        return row(f"{name}: ZeroMQ", "fail", channel["error"], remedy)
+    return row(f"{name}: ZeroMQ", "pass", f"admitted by the controller after {channel['ms']:.0f} ms")
 
 
 def _bandwidth(reports: Reports, nodes: dict[str, str]) -> Iterator[Finding]:
     for name, result in sorted(reports.results.items()):
         for peer, found in result.get("stream", {}).items():
             text = _figure(found, "one TCP stream")
-            yield Finding(
-                f"{name} → {peer}", "", "warn" if "error" in found else "pass", text + _same(name, peer, nodes)
-            )
+            yield row(f"{name} → {peer}", "warn" if "error" in found else "pass", text + _same(name, peer, nodes))
     told: dict[str, dict[str, Any]] = {}  # by both names: each of the two may have failed
     for result in reports.results.values():
         for pair, found in result.get("broadcast", {}).items():
@@ -352,9 +341,9 @@ def _bandwidth(reports: Reports, nodes: dict[str, str]) -> Iterator[Finding]:
     for pair, found in sorted(told.items()):
         backend = found.get("backend", "broadcast")
         is_slow = found.get("gbit_per_s", 0.0) < SLOW_GBIT.get(backend, 0.0) or "error" in found
-        remedy = "another prologue.nccl_interface; NCCL_DEBUG=INFO shows which one is used" if is_slow else ""
+        remedy = "another prologue.nccl_interface; NCCL_DEBUG=INFO shows which one is used"
         text = _figure(found, f"{backend} broadcast") + _same("trainer", pair.removeprefix("trainer-to-"), nodes)
-        yield Finding(f"weights: {pair.replace('-to-', ' → ')}", "", "warn" if is_slow else "pass", text, remedy)
+        yield row(f"weights: {pair.replace('-to-', ' → ')}", "warn" if is_slow else "pass", text, remedy)
 
 
 def _figure(found: dict[str, Any], what: str) -> str:
