@@ -385,15 +385,12 @@ def act(options: argparse.Namespace) -> int:
 def up(options: argparse.Namespace) -> int:
     """Start a cluster, or restart its dead daemons; print how to use it."""
     root = directory(options)
-    asked = {name: getattr(options, name) for name in ("train", "gen", "cpu", "gpus")}
-    shape = default_shape(**{name: count for name, count in asked.items() if count is not None})
-    has_networks = options.networks
-    shape = replace(shape, has_accounting=options.accounting, has_networks=has_networks)
+    counts = {name: getattr(options, name) for name in ("train", "gen", "cpu", "gpus")}
+    asked = {name: count for name, count in counts.items() if count is not None}
+    shape = replace(default_shape(**asked), has_accounting=options.accounting, has_networks=options.networks)
     if ClusterLayout(root).description.exists():
         cluster = DevCluster.open(root)
-        if (
-            options.accounting or has_networks or any(count is not None for count in asked.values())
-        ) and shape != cluster.shape:
+        if (asked or options.accounting or options.networks) and shape != cluster.shape:
             raise ConfigError(f"{root}: has a cluster of another shape; `rlhpc cluster down --delete {root}` first")
         if options.release and cluster.installation != _installation(options):
             raise ConfigError(f"{root}: has a cluster of another Slurm; `rlhpc cluster down --delete {root}` first")

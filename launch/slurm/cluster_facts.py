@@ -188,7 +188,7 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
         why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be queried"
         raise SlurmError(f"{why}, so nothing could be checked ({error}); try again later") from None
     settings = parse_config(config)
-    known = _ask_accounts(partial(ask, patience_s=0.0), settings, own_user())
+    known = _ask_accounts(partial(ask, patience_s=0.0), settings, own_user()) or _Accounting()
     found = re.search(r"(\d+)\.(\d+)", release)
     return ClusterFacts(
         version=(int(found[1]), int(found[2])) if found else (0, 0),
@@ -197,10 +197,7 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
         clock_text=config.partition("as of ")[2].split("\n", 1)[0].strip(),
         partitions=parse_partitions(partitions),
         nodes=parse_nodes(nodes),
-        associations=None if known is None else known.associations,
-        default_account="" if known is None else known.default_account,
-        qos=() if known is None else known.qos,
-        accounts=() if known is None else known.accounts,
+        **vars(known),
         hidden=frozenset(hidden),
     )
 
@@ -209,10 +206,10 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
 class _Accounting:
     """What sacctmgr says of a user."""
 
-    associations: tuple[Association, ...]
-    default_account: str
-    qos: tuple[Qos, ...]
-    accounts: tuple[Account, ...]
+    associations: tuple[Association, ...] | None = None
+    default_account: str = ""
+    qos: tuple[Qos, ...] = ()
+    accounts: tuple[Account, ...] = ()
 
 
 def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: str) -> _Accounting | None:

@@ -10,10 +10,11 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -152,29 +153,25 @@ def clock(unix_time_s: float, *, with_day: bool = False) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S" if with_day else "%H:%M:%S", time.localtime(unix_time_s))
 
 
-def _together(spells: Sequence[Spell]) -> Spell:
-    total = sum(spell.end_s - spell.begin_s for spell in spells) or 1.0
-    shares = defaultdict[str, float](float)
-    for spell in spells:
+def _merged(process: str, spells: Sequence[Spell], weights: Sequence[float]) -> Spell:
+    """One spell for several, with the mean of their shares."""
+    total, shares = sum(weights) or 1.0, defaultdict[str, float](float)
+    for spell, weight in zip(spells, weights, strict=True):
         for what, share in spell.shares.items():
-            shares[what] += share * (spell.end_s - spell.begin_s) / total
-    return Spell(spells[0].process, spells[0].begin_s, spells[-1].end_s, dict(shares), spells[0].phase)
+            shares[what] += share * weight / total
+    return Spell(process, spells[0].begin_s, spells[-1].end_s, dict(shares), spells[0].phase)
+
+
+def _together(spells: Sequence[Spell]) -> Spell:
+    return _merged(spells[0].process, spells, [spell.end_s - spell.begin_s for spell in spells])
 
 
 def _mean(of_processes: Sequence[Sequence[Spell]]) -> list[Spell]:
     """The mean over processes of intervals that end at the same time."""
     at = defaultdict[float, list[Spell]](list)
-    for spells in of_processes:
-        for spell in spells:
-            at[spell.end_s].append(spell)
-    found = []
-    for end_s, spells in sorted(at.items()):
-        shares = defaultdict[str, float](float)
-        for spell in spells:
-            for what, share in spell.shares.items():
-                shares[what] += share / len(spells)
-        found.append(Spell(f"{len(spells)} of them", spells[0].begin_s, end_s, dict(shares), spells[0].phase))
-    return found
+    for spell in chain.from_iterable(of_processes):
+        at[spell.end_s].append(spell)
+    return [_merged(f"{len(spells)} of them", spells, [1.0] * len(spells)) for _, spells in sorted(at.items())]
 
 
 def _bar(spell: Spell, x: Scale, top: float) -> str:
@@ -212,19 +209,17 @@ def _phases(story: Story, x: Scale, height: float) -> str:
     return "".join(parts)
 
 
-def _axis(story: Story, x: Scale, height: float) -> list[str]:
+def _axis(story: Story, x: Scale, height: float) -> Iterator[str]:
     """Minutes, or hours, since the beginning."""
     seconds = story.end_s - story.begin_s
     unit, name = next(
         (u, n) for u, n, most in ((1, "s", 300), (60, "min", 10_800), (3600, "h", 1e99)) if seconds <= most
     )
-    parts = []
     for tick in nice_ticks(0, seconds / unit, 8):
         place = x(story.begin_s + tick * unit)
         if place <= WIDTH - _RIGHT + 1:
             said = f"{tick:g} {name}"
-            parts.append(f'<text x="{place:.1f}" y="{height - 12}" class="tick" text-anchor="middle">{said}</text>')
-    return parts
+            yield f'<text x="{place:.1f}" y="{height - 12}" class="tick" text-anchor="middle">{said}</text>'
 
 
 def _marks(marks: Sequence[Marked], x: Scale, height: float) -> list[str]:
