@@ -204,13 +204,8 @@ class Attempt:
     @classmethod
     def parse(cls, document: dict[str, Any]) -> Attempt:
         """Parse attempt.json.  Raises KeyError."""
-        return cls(
-            document["attempt"],
-            document["resume_step"],
-            document["job_id"],
-            document["restart"],
-            document.get("fence", ""),
-        )
+        index, step, fence = document["attempt"], document["resume_step"], document.get("fence", "")
+        return cls(index, step, document["job_id"], document["restart"], fence)
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -246,6 +241,10 @@ def stated_name(settings: object) -> str:
     return str(table.get("name") or "") if isinstance(table, Mapping) else ""
 
 
+def _exists(path: Path, is_certain: bool) -> bool:
+    return not is_absent(path) if is_certain else seen(lambda: is_listed(path), False)
+
+
 def is_complete(layout: RunLayout, *, is_certain: bool = False) -> bool:
     """True if the run has finished its last step."""
     return _exists(layout.summary, is_certain)
@@ -263,12 +262,16 @@ def wants_abort(layout: RunLayout, *, is_certain: bool = False) -> bool:
 
 def save_requests(layout: RunLayout) -> list[Path]:
     """Requests to save, by jobs that are close to their time limit."""
-    return sorted(_found(layout.jobs, "*.yield"))
+    return sorted(seen(lambda: matching(layout.jobs, "*.yield"), list[Path]()))  # asked several times a second
 
 
 def saved_step(layout: RunLayout, *, is_certain: bool = False) -> int:
     """Step of the newest complete checkpoint; 0 if there is none."""
-    steps = [path.name.rpartition("_")[2] for path in _checkpoints(layout, is_certain)]
+
+    def complete() -> list[Path]:
+        return [path for path in matching(layout.checkpoints, "step_*") if not is_absent(path / "COMPLETE")]
+
+    steps = [path.name.rpartition("_")[2] for path in (complete() if is_certain else seen(complete, list[Path]()))]
     return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
@@ -343,30 +346,6 @@ def needed_to_stop_s(progress: ReportedProgress | None, life_s: float) -> float:
         return margin_s
     save_s = 2.0 * progress.save_s or min(2.0 * progress.save_before_s, life_s / 2) or min(FIRST_SAVE_S, life_s / 10)
     return margin_s + 1.5 * progress.step_s + save_s
-
-
-def _exists(path: Path, is_certain: bool) -> bool:
-    try:
-        return not is_absent(path) if is_certain else is_listed(path)
-    except OSError:
-        if is_certain:
-            raise
-        return False
-
-
-def _checkpoints(layout: RunLayout, is_certain: bool) -> list[Path]:
-    """Those that are complete."""
-    try:
-        return [path for path in matching(layout.checkpoints, "step_*") if not is_absent(path / "COMPLETE")]
-    except OSError:
-        if is_certain:
-            raise
-        return []
-
-
-def _found(directory: Path, pattern: str) -> list[Path]:
-    """None where the file server does not answer: this is asked several times a second, and would end the run."""
-    return seen(lambda: matching(directory, pattern), [])
 
 
 # ----------------------------------------------------------------------------------------------------------- last words
