@@ -424,14 +424,7 @@ def _jobs_by_run(
         root = job.run_directory
         if root is None:
             others[job.row.job_id].append(job.row)
-        elif identity := names.get(root) or _identity(root):
-            by_run[identity].append(job.row)
+            continue
+        with suppress(OSError):  # it has been deleted
+            by_run[names.get(root) or RunView(RunLayout(root)).identity].append(job.row)
     return by_run, others
-
-
-def _identity(root: Path) -> Identity | None:
-    try:
-        stat = root.stat()
-    except OSError:
-        return None
-    return stat.st_dev, stat.st_ino
