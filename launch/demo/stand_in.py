@@ -38,13 +38,8 @@ CHAT_TEMPLATE = (
 )
 # What a checkpoint directory has of its tokenizer.
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "chat_template*",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "added_tokens.json",
-)
+    "tokenizer*", "chat_template*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json"
+)  # fmt: skip
 # Settings of a model that become small where a model has them; its vocabulary stays.
 _SMALL = {
     "hidden_size": NUM_HEADS * HEAD_SIZE,

@@ -42,37 +42,19 @@ _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d\d))?(?:
 
 # Directives that the plan writes itself, and the key that sets each.
 OWN_DIRECTIVES = {
-    "partition": "partition",
-    "p": "partition",
-    "time": "time",
-    "t": "time",
-    "account": "account",
-    "A": "account",
-    "qos": "qos",
-    "q": "qos",
-    "constraint": "constraint",
-    "C": "constraint",
-    "reservation": "reservation",
-    "exclusive": "exclusive",
-    "nodes": "nodes",
-    "N": "nodes",
-    "gres": "gres, or for GPUs gpus_per_node, gres_type and gpu_request",
-    "gpus": "gpus_per_node and gpu_request",
-    "G": "gpus_per_node and gpu_request",
-    "gpus-per-node": "gpus_per_node and gpu_request",
-    "gpus-per-task": "gpus_per_node and gpu_request",
-    "gpus-per-socket": "gpus_per_node and gpu_request",
-    "cpus-per-gpu": "cpus_per_gpu",
-    "cpus-per-task": "cpus_per_task or cpus_per_gpu",
-    "c": "cpus_per_task or cpus_per_gpu",
-    "mem": "memory_gib_per_task or memory_gib_per_gpu",
-    "mail-user": "cluster.mail",
-    "mail-type": "cluster.mail_events",
-    "signal": "cluster.warn_s",
-    "clusters": "RLHPC_SLURM_CLUSTER=NAME in the environment of every command",
-    "cluster": "RLHPC_SLURM_CLUSTER=NAME in the environment of every command",
-    "M": "RLHPC_SLURM_CLUSTER=NAME in the environment of every command",
-}
+    name: key
+    for key, names in {
+        "partition": "partition p", "time": "time t", "account": "account A", "qos": "qos q",
+        "constraint": "constraint C", "reservation": "reservation", "exclusive": "exclusive", "nodes": "nodes N",
+        "gres, or for GPUs gpus_per_node, gres_type and gpu_request": "gres",
+        "gpus_per_node and gpu_request": "gpus G gpus-per-node gpus-per-task gpus-per-socket",
+        "cpus_per_gpu": "cpus-per-gpu", "cpus_per_task or cpus_per_gpu": "cpus-per-task c",
+        "memory_gib_per_task or memory_gib_per_gpu": "mem",
+        "cluster.mail": "mail-user", "cluster.mail_events": "mail-type", "cluster.warn_s": "signal",
+        "RLHPC_SLURM_CLUSTER=NAME in the environment of every command": "clusters cluster M",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
 # Directives that would break the plan; no key sets them.
 FOREIGN_DIRECTIVES = {
     "ntasks", "n", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "tres-per-task",
@@ -188,21 +170,9 @@ Bind = Annotated[str, StringConstraints(pattern=_BIND)]
 
 # GiB that CUDA reports as the whole of a GPU, rounded down: less than the name says, which counts in GB.
 GPU_MEMORY_GIB = {
-    "a100-40": 39.3,
-    "a100-80": 79.1,
-    "h100": 79.1,
-    "h100-94": 93.0,
-    "h200": 139.7,
-    "b200": 178.0,
-    "gh200": 94.5,
-    "l4": 22.0,
-    "l40s": 44.3,
-    "a40": 44.3,
-    "a6000": 47.4,
-    "rtx4090": 23.5,
-    "v100-16": 15.7,
-    "v100-32": 31.7,
-}
+    "a100-40": 39.3, "a100-80": 79.1, "h100": 79.1, "h100-94": 93.0, "h200": 139.7, "b200": 178.0, "gh200": 94.5,
+    "l4": 22.0, "l40s": 44.3, "a40": 44.3, "a6000": 47.4, "rtx4090": 23.5, "v100-16": 15.7, "v100-32": 31.7,
+}  # fmt: skip
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus-per-task"]
 Placement = Literal["hetjob", "jobs"]

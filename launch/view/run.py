@@ -50,13 +50,9 @@ _FATAL = " rlhpc.lifecycle ERROR "  # in the log line of a role's fatal error (r
 _EVALUATION = re.compile(r".*-step_(\d{6,})-(.+)")  # RunLayout.checkpoint's digits: "step_2" may be in a name
 _END_OF_TIME_S = 1e11  # in the year 5138
 _COLUMNS = (
-    "groups/admitted_version",
-    "groups/consumed_step",
-    "groups/trained_version",
-    "groups/rollout_offsets",
-    "groups/drop_reason",
-    "rollouts/token_offsets",
-)
+    "groups/admitted_version", "groups/consumed_step", "groups/trained_version", "groups/rollout_offsets",
+    "groups/drop_reason", "rollouts/token_offsets",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
