@@ -216,11 +216,7 @@ def run(
 
 @speaks_python
 def check(
-    config: str | Path | Config,
-    overrides: Overrides = (),
-    *,
-    site: str | Path | None = None,
-    tell: Tell | None = None,
+    config: str | Path | Config, overrides: Overrides = (), *, site: str | Path | None = None, tell: Tell | None = None
 ) -> list[str]:
     """Look for mistakes in a run file, as `rlhpc check` does; returns the warnings.
 

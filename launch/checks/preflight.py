@@ -226,12 +226,7 @@ def _judge_has_its_key(config: Config) -> None:
 
 
 def _look_at_prompts(
-    config: Config,
-    model: dict[str, Any],
-    tokenizer: PromptTokenizer,
-    shape: ModelShape | None,
-    *,
-    roles_run_here: bool,
+    config: Config, model: dict[str, Any], tokenizer: PromptTokenizer, shape: ModelShape | None, *, roles_run_here: bool
 ) -> Findings:
     _tasks_are_there(config)
     _environments_are_there(config)

@@ -167,13 +167,7 @@ def check(run: Submission, tell: Tell) -> None:
 
 
 def submit_checked(
-    run: Submission,
-    options: Sequence[str],
-    *,
-    resume: bool,
-    fresh: bool,
-    tell: Tell,
-    resume_from: ResumePoint = NEWEST,
+    run: Submission, options: Sequence[str], *, resume: bool, fresh: bool, tell: Tell, resume_from: ResumePoint = NEWEST
 ) -> list[JobRecord]:
     """Prepare the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
     layout = run.layout

@@ -62,8 +62,7 @@ _SECRET = re.compile(_SECRET_NAME, re.IGNORECASE)
 _VALUE = r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|\[[^\]\n]*\]|[^\s,;}\]]+)"
 # name = value, name: value, "name": "value", --name value
 _ASSIGNED = re.compile(
-    rf"(?P<name>(?<![\w.-]){_SECRET_NAME}(?:[\"']?\s*[=:]\s*|\s+(?=[\"']))|--{_SECRET_NAME}\s+){_VALUE}",
-    re.IGNORECASE,
+    rf"(?P<name>(?<![\w.-]){_SECRET_NAME}(?:[\"']?\s*[=:]\s*|\s+(?=[\"']))|--{_SECRET_NAME}\s+){_VALUE}", re.IGNORECASE
 )
 _COUNTED = re.compile(r"tokens|token_(?:budget|count|ids?)\b", re.IGNORECASE)  # the other kind of token
 _NUMBER = re.compile(r"-?[\d_.]+|\[.*|null|none|true|false", re.IGNORECASE)

@@ -184,10 +184,7 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
         place += each
     source = words[0] if ranks else CPU
     transport = choose_transport(
-        config.weights.transport,
-        source,
-        workers or {"generator-0": (CPU,)},
-        is_deterministic=config.run.deterministic,
+        config.weights.transport, source, workers or {"generator-0": (CPU,)}, is_deterministic=config.run.deterministic
     )
     left = words[place:]
     evaluation = _of_evaluation(config, left, gpus)

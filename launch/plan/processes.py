@@ -187,13 +187,7 @@ STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than
 
 
 def local_plan_document(
-    config: Config,
-    layout: RunLayout,
-    gpus: GpuMap,
-    max_retries: int,
-    num_cores: int,
-    *,
-    again: Sequence[str] = (),
+    config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int, num_cores: int, *, again: Sequence[str] = ()
 ) -> str:
     """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between; num_cores: of the machine.
 

@@ -91,11 +91,7 @@ def how_to_look(tag: str) -> str:
 
 
 def _submit_tagged(
-    script: Path,
-    options: Sequence[str],
-    tag: str,
-    environment: Mapping[str, str] | None,
-    hear: Callable[[str], object],
+    script: Path, options: Sequence[str], tag: str, environment: Mapping[str, str] | None, hear: Callable[[str], object]
 ) -> int:
     with _tagged(script, options, tag) as words:
         try:

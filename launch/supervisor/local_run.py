@@ -152,14 +152,7 @@ def supervise_locally(
     tether = Tether(descriptors, {"TMPDIR": str(temporary)})
     log = TerminalLog(tell, attempt.index, layout.job_events("local"))
     supervisor = ControllerJobSupervisor(
-        plan,
-        job,
-        NoTimeLimit(),
-        log,
-        signals,
-        first=attempt,
-        tether=tether,
-        begins=begins,
+        plan, job, NoTimeLimit(), log, signals, first=attempt, tether=tether, begins=begins
     )
     try:
         with signals.listening():

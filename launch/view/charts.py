@@ -21,13 +21,7 @@ MOST_POINTS = 300
 Numbers = NDArray[np.float64]
 
 
-def line_chart(
-    title: str,
-    steps: NDArray[np.int64],
-    lines: Mapping[str, Numbers],
-    *,
-    from_zero: bool = False,
-) -> str:
+def line_chart(title: str, steps: NDArray[np.int64], lines: Mapping[str, Numbers], *, from_zero: bool = False) -> str:
     """Curves over the same steps."""
     if not lines or not len(steps):
         return _svg([_title(title), _note("nothing yet")])

@@ -319,15 +319,9 @@ def _headline(view: RunView, story: Story) -> list[tuple[str, str]]:
         tenth = max(1, len(values) // 10)
         rows += [("reward", f"{values[:tenth].mean():.3f} → {values[-tenth:].mean():.3f}")] * bool(len(values))
     rows += [
-        (
-            "rollouts",
-            f"{view.sampled.num_rollouts:,} in segments, {view.sampled.lengths_trained.total():,} trained",
-        ),
+        ("rollouts", f"{view.sampled.num_rollouts:,} in segments, {view.sampled.lengths_trained.total():,} trained"),
         ("staleness", f"{last('staleness/mean'):.2f} on average lately; bound {last('staleness/bound'):.0f}"),
-        (
-            "idle",
-            f"generators {_share(view, 'generator/idle_ratio')}, trainer {_share(view, 'trainer/idle_ratio')}",
-        ),
+        ("idle", f"generators {_share(view, 'generator/idle_ratio')}, trainer {_share(view, 'trainer/idle_ratio')}"),
         ("speed", f"{_rate(last('trainer/tokens_per_s'))} trained, {_rate(last('generator/tokens_per_s'))} sampled"),
         ("time", f"{format_duration(max(0.0, story.end_s - story.begin_s))} since the beginning"),
         ("faults", f"{len(story.faults)}"),
