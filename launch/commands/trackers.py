@@ -91,11 +91,6 @@ def records_of(file: Path) -> Iterator[Any]:
             part = b""
 
 
-def num_steps_in(file: Path) -> int:
-    """Rows of its history.  Raises OSError."""
-    return sum(record.WhichOneof("record_type") == "history" for record in records_of(file))
-
-
 # ---------------------------------------------------------------------------------------------------------- wandb files
 
 PROJECT = "rlhpc"  # `wandb sync --project` names another
@@ -172,7 +167,8 @@ def _num_written(wandb: ModuleType, run: Any) -> int:
     """End a run; the number of steps that are in its file."""
     run.finish()
     wandb.teardown()  # waits for the process that writes: it has not written all when finish() returns
-    return num_steps_in(Path(run.settings.sync_file))
+    records = records_of(Path(run.settings.sync_file))
+    return sum(record.WhichOneof("record_type") == "history" for record in records)
 
 
 # --------------------------------------------------------------------------------------------------------- wandb follow
@@ -254,14 +250,12 @@ class _Sent:
 
     def _send(self, table: CurveTable, is_last: bool, is_complete: bool) -> None:
         for step, unix_time_s, points in rows_to_send(table, self.next_step, is_last, is_complete):
-            wanted = {name: worth for name, worth in points.items() if self._is_wanted(name)}
+            wanted = {name: worth for name, worth in points.items() if name == EVALUATION_STEP or self._is_wanted(name)}
             _log(self._run, (step, unix_time_s, wanted), self._began_s)
             self.next_step, self._num_sent = step + 1, self._num_sent + 1
 
     def _is_wanted(self, name: str) -> bool:
-        if not self._patterns or name == EVALUATION_STEP:
-            return True
-        return any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        return not self._patterns or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def finish(self) -> None:
         """Wait until wandb has sent all.  Raises ConfigError: it could not write its own files."""

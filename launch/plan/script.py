@@ -266,24 +266,23 @@ def plan_document(plan: JobPlan) -> str:
 
 def component_documents(plan: JobPlan, job: Job) -> list[dict[str, Any]]:
     """The part of the JSON that is about one job's components."""
-    return [_component_document(plan, component) for component in job.components]
-
-
-def _component_document(plan: JobPlan, component: JobComponent) -> dict[str, Any]:
-    return {
-        "name": component.name,
-        "runs_in_batch_step": component.runs_in_batch_step,
-        "roles": [asdict(share) for share in component.roles],
-        "nodes": component.nodes,
-        "tasks_per_node": component.tasks_per_node,
-        "cpus_per_task": component.cpus_per_task,
-        "gpus_per_task": component.gpus_per_task,
-        "srun": srun_sizes(component),
-        "time_s": component.allocation.time_s,
-        "python": role_command(plan, component),
-        "environment": ROLE_ENVIRONMENT | (NO_GPU if component.hides_gpus else {}),
-        "defaults": thread_defaults(component.num_threads),
-    }
+    return [
+        {
+            "name": component.name,
+            "runs_in_batch_step": component.runs_in_batch_step,
+            "roles": [asdict(share) for share in component.roles],
+            "nodes": component.nodes,
+            "tasks_per_node": component.tasks_per_node,
+            "cpus_per_task": component.cpus_per_task,
+            "gpus_per_task": component.gpus_per_task,
+            "srun": srun_sizes(component),
+            "time_s": component.allocation.time_s,
+            "python": role_command(plan, component),
+            "environment": ROLE_ENVIRONMENT | (NO_GPU if component.hides_gpus else {}),
+            "defaults": thread_defaults(component.num_threads),
+        }
+        for component in job.components
+    ]
 
 
 def srun_sizes(component: JobComponent) -> list[str]:

@@ -98,17 +98,13 @@ def own_jobs(patience_s: float, timeout_s: float = 60.0) -> dict[int, TaskStates
 
 def most_active(states: Iterable[str]) -> str:
     """The most active state: one that may still run before a waiting one before a final one; "" if there is none."""
-    return max(states, key=_activity, default="")
+    return max(states, key=lambda each: (bool(each), bool(each) and each not in OVER, each != "PENDING"), default="")
 
 
 def min_job_age_s() -> float:
     """How long Slurm remembers a job after its end, at least; if it does not say, its default."""
     found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config", timeout_s=SOON_S))
     return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: jobs are never purged
-
-
-def _activity(state: str) -> int:
-    return 0 if not state else 1 if state in OVER else 2 if state == "PENDING" else 3
 
 
 # ------------------------------------------------------------------------------------------------------------- this job
