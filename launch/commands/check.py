@@ -19,8 +19,8 @@ from launch.evaluate.evaluation import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from launch.plan.site_file import load_site
-from launch.run_directory.owner import holds_something
 from rlhpc.base.host_address import refuse_foreign_network
+from rlhpc.base.ownership import holds_something
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
 from rlhpc.data.prompts import dialogue_template

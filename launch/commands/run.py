@@ -20,7 +20,6 @@ from launch.evaluate.evaluation import preview_evaluations
 from launch.plan.gpu_map import GpuMap, map_gpus
 from launch.plan.processes import local_plan_document, process_names
 from launch.plan.site_file import ClusterConfig
-from launch.run_directory.owner import RunOwner, Tell, own_run
 from launch.run_directory.prepare import NEWEST, ResumePoint, mint_keys, prepare_run_dir, refuse_taken_directory
 from launch.run_files.run_state import Attempt, is_complete, last_words
 from launch.supervisor.local_run import LocalSignals, note_stop, supervise_locally
@@ -31,6 +30,7 @@ from launch.view.standing import lines_about
 from launch.view.status import Watch
 from rlhpc.base.files import write_atomically
 from rlhpc.base.host_address import refuse_foreign_network
+from rlhpc.base.ownership import RunOwner, Tell
 from rlhpc.base.patience import briefly, seen
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
@@ -78,7 +78,7 @@ def run_locally(
         try:
             with signals.raising():
                 gpus = _checked(config, watch.tell)
-                owner = owning.enter_context(own_run(layout, watch.tell, may_take_over=resume or fresh))
+                owner = owning.enter_context(RunOwner.take(layout, watch.tell, may_take_over=resume or fresh))
                 how = {"resume": resume, "fresh": fresh}
                 refuse_taken_directory(layout, **how)
                 if resume:

@@ -21,10 +21,10 @@ from launch.doctor.slurm_plan import refuse_unfit
 from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.script import describe_with_scripts
 from launch.plan.site_file import load_site, walltime_s
-from launch.run_directory.owner import submits_alone
 from launch.run_files.records import JobRecord, name_of_jobs, next_elastic_name, next_replica, read_job_records
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import PATIENCE_S, cancel, look_at_jobs
+from rlhpc.base.ownership import SubmissionLock
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import read_resolved
 from rlhpc.protocol.errors import ConfigError, RunDirectoryError
@@ -70,7 +70,7 @@ def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: boo
     layout, placement = _submitted(layout)
     change = int(generators)
     # Alone: otherwise two callers could use the same numbers.
-    with nullcontext() if dry_run else submits_alone(layout.jobs / ".scaling", tell):
+    with nullcontext() if dry_run else SubmissionLock(layout.jobs / ".scaling", tell):
         records = read_job_records(layout)
         if not dry_run:
             _refuse_lifeless(layout, records)

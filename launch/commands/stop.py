@@ -14,14 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.common.text import print_or_lose, quoted
-from launch.run_directory.owner import ProcessIdentity, await_left_behind, find_launcher
 from launch.run_files.records import name_of_jobs, read_job_records
 from launch.run_files.run_state import command_to_continue, what_was_saved
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import PATIENCE_S, JobRow, cancel, look_at_jobs
 from launch.slurm.states import JobStage
 from rlhpc.base.files import write_atomically
+from rlhpc.base.ownership import Launcher, await_left_behind
 from rlhpc.base.patience import Deadline
+from rlhpc.base.processes import ProcessIdentity
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import EXIT_INTERRUPTED, RunDirectoryError
 
@@ -46,12 +47,12 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     Raises RunDirectoryError: not a run directory; SlurmError: it has jobs, and Slurm does not answer.
     """
     layout.require_run()
-    launcher = find_launcher(layout, tell)
+    launcher = Launcher.alive(layout, tell)
     if launcher is not None:
         refusal = _refusal_of(layout.abort_request if now else layout.stop_request)
-        by = "" if refusal is None else _signal_launcher(launcher.record, refusal, now=now)
+        by = "" if refusal is None else _signal_launcher(launcher.process, refusal, now=now)
         how = "to end at once" if now else "to finish its step and save"
-        tell(f"asked        launcher pid {launcher.record.pid} on {launcher.record.host} {how}{by}")
+        tell(f"asked        launcher pid {launcher.process.pid} on {launcher.process.host} {how}{by}")
         launcher.await_end(tell)
         return _say_outcome(layout, command_to_continue(layout), tell, now=now)
     request = layout.abort_request if now else layout.stop_request

@@ -28,7 +28,6 @@ from launch.evaluate.job import EvaluationJob, end_following, following_job, sub
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.script import component_documents, plan_document, plan_report, render_scripts, shared_layout
 from launch.plan.site_file import GpuConfig, PrologueConfig, Site, load_site
-from launch.run_directory.owner import submits_alone
 from launch.run_directory.prepare import NEWEST, ResumePoint, prepare_run_dir_for_jobs, refuse_run_dir_for_jobs
 from launch.run_files.records import JobRecord, generators_of, read_job_records, write_job_record
 from launch.run_files.run_state import command_to_continue
@@ -37,6 +36,7 @@ from launch.slurm.queue import PATIENCE_S, cancel
 from launch.slurm.sbatch import MayBeQueued
 from launch.verify.audit import look_before_going_on
 from rlhpc.base.files import write_atomically
+from rlhpc.base.ownership import SubmissionLock
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, override, read_resolved
 from rlhpc.config.rules import Config, with_values
@@ -173,7 +173,7 @@ def submit_checked(
     layout = run.layout
     site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
     site_text = run.site_file.read_bytes()
-    with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
+    with SubmissionLock(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
         is_new = not layout.root.exists()
         if fresh and following_job(layout) is not None:
             refuse_run_dir_for_jobs(run.config, layout, resume=resume, fresh=fresh, resume_from=resume_from)

@@ -30,11 +30,11 @@ from launch.doctor.gpus import gpus_here
 from launch.evaluate.request import Request, Target, evaluation_config, of_run_file, target_of
 from launch.plan.gpu_map import VARIABLE, GpuMap, map_gpus
 from launch.run_directory.inputs import look_at_data
-from launch.run_directory.owner import DirectoryLock, LockHeld, lock_directory
 from launch.run_files.records import last_error_in
 from launch.supervisor.local_run import private_temporary_directory
 from launch.supervisor.role_task import caches_below
 from rlhpc.base.files import PRIVATE, leave_deleted_directory, write_atomically
+from rlhpc.base.ownership import DirectoryLock, LockHeld
 from rlhpc.base.processes import die_with
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config, with_values
@@ -85,7 +85,7 @@ def evaluation_directory(
     if names - {LOCK} and NAME not in names:
         raise RunDirectoryError(f"{directory}: not empty, and not an evaluation; choose another directory with --out")
     try:
-        lock = lock_directory(RunLayout(directory))
+        lock = DirectoryLock.take(RunLayout(directory))
     except LockHeld:
         raise DirectoryInUse(f"{directory}: another `rlhpc evaluate` is running there") from None
     try:
@@ -97,7 +97,7 @@ def evaluation_directory(
         settings.write(directory)
         yield lock
     finally:
-        lock.close()
+        lock.release()
 
 
 def _is_ours(directory: Path) -> bool:
@@ -543,9 +543,9 @@ def delete_exports(evaluations: Path) -> None:
     for model in evaluations.glob(f"*/{MODEL}"):
         if (model.parent / NAME).exists():
             with suppress(LockHeld):
-                lock = lock_directory(RunLayout(model.parent))
+                lock = DirectoryLock.take(RunLayout(model.parent))
                 shutil.rmtree(model, ignore_errors=True)
-                lock.close()
+                lock.release()
 
 
 def _corpus(config: Config) -> dict[str, list[str]]:

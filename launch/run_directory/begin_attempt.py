@@ -33,7 +33,7 @@ from launch.run_directory.prepare import (
 from launch.run_files.records import generator_numbers
 from launch.run_files.run_state import is_complete, longest_save_before_s, read_attempt, read_progress
 from rlhpc.base.files import is_absent, write_atomically
-from rlhpc.base.ownership import read_owner, take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.patience import passes, patiently
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import read_resolved
@@ -116,14 +116,14 @@ def _refuse_stale(layout: RunLayout, life: tuple[int, int], follows: str) -> Non
             f"{layout.attempt}: attempt {known.index} belongs to job {known.job_id}, restart {known.restart}, which is "
             "later than this one"
         )
-    if follows and (owner := read_owner(layout)) != follows:
+    if follows and (owner := Fence.holder(layout)) != follows:
         raise FencedError(f"{layout.root}: was taken over by {owner}; this run was {follows}")
 
 
 def _take_over(layout: RunLayout, index: int, job_id: int, restart: int) -> str:
     """Returns the owner.  Raises FencedError: another has begun meanwhile, whose jobs are not to be ended for that."""
     try:
-        return take_over(layout, index, job_id=job_id, restart=restart).owner
+        return Fence.take(layout, index, job_id=job_id, restart=restart).owner
     except RunDirectoryError as error:
         if isinstance(error.__cause__, OwnershipLost):
             raise FencedError(str(error)) from error

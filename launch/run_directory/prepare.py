@@ -25,7 +25,6 @@ from typing import Any
 from launch.common.text import counted, quoted, shortened, written_unix_s
 from launch.plan.processes import process_names
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
-from launch.run_directory.owner import LIVES_ELSEWHERE_S, OWN_FILES, holds_something, own_run, refuse_launcher
 from launch.run_files.records import name_of_jobs, read_job_records
 from launch.run_files.run_state import saved_step
 from launch.slurm.queue import look_at_jobs
@@ -38,7 +37,7 @@ from rlhpc.base.files import (
     move_durably,
     openness,
 )
-from rlhpc.base.ownership import take_over
+from rlhpc.base.ownership import LIVES_ELSEWHERE_S, OWN_FILES, Fence, Launcher, RunOwner, holds_something
 from rlhpc.base.patience import briefly
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.history import EVENTS
@@ -323,7 +322,7 @@ def prepare_run_dir(
         renewal = _renewal(config, layout)
         index = num_attempts(layout)
         owner = briefly(
-            lambda: take_over(layout, index), layout.root
+            lambda: Fence.take(layout, index), layout.root
         ).owner  # from here on no earlier attempt can change what is read next
         step, aside = _go_back(config, layout, resume_from, renewal, tell)
         attempt = AttemptStart(index, step, owner, renewal.changed)
@@ -331,7 +330,7 @@ def prepare_run_dir(
     if exists and fresh:
         _delete_contents(layout)
     _found(config, layout)
-    first = AttemptStart(0, None, briefly(lambda: take_over(layout, 0), layout.root).owner)
+    first = AttemptStart(0, None, briefly(lambda: Fence.take(layout, 0), layout.root).owner)
     return briefly(lambda: note_attempt(layout, first), layout.attempts)
 
 
@@ -351,7 +350,7 @@ def prepare_run_dir_for_jobs(
     """
     is_untouched = layout.is_run and num_attempts(layout) == 0
     refuse_open_directory(layout, tell)
-    with own_run(layout, lambda _: None, may_take_over=resume or fresh or is_untouched):
+    with RunOwner.take(layout, lambda _: None, may_take_over=resume or fresh or is_untouched):
         exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if renewal is not None:
             _go_back(config, layout, resume_from, renewal, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
@@ -435,7 +434,7 @@ def refuse_taken_directory(layout: RunLayout, *, resume: bool, fresh: bool, for_
         )
     if not holds_something(layout.root):
         return False
-    refuse_launcher(layout)
+    Launcher.refuse(layout)
     _refuse_living_jobs(layout, must_know=for_jobs)
     if not layout.is_run and layout.being_deleted.exists():
         if not fresh:

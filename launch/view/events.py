@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from launch.common.text import counted, written_unix_s
-from launch.run_directory.owner import may_live
 from launch.run_files.run_state import Cause
 from launch.view.run import RunView, is_number, is_time
+from rlhpc.base.ownership import Launcher
 from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.config.rules import obeys_rules, with_values
 from rlhpc.metrics.curves import Curve
@@ -447,9 +447,10 @@ def _of_killed_launchers(view: RunView) -> Iterator[Happening]:
             open_attempts[each.attempt] = each.unix_time_s
         elif each.name == "local" and each.event in ("attempt_end", "retry", "verdict"):
             open_attempts.pop(each.attempt, None)  # of one that could not start, only the latter two
+    launcher = Launcher.holder(view.layout) if open_attempts else None
     for attempt, began_s in open_attempts.items():
         later = [begun.unix_time_s for begun in view.attempts if begun.index > attempt]
-        if later or not may_live(view.layout):
+        if later or launcher is None or launcher.is_stale:
             alive_s = max(began_s, written_unix_s(view.layout.launcher), view.last_status_s)
             when = min(later, default=alive_s)
             text = f"attempt {attempt} ended without a word: its launcher was killed, or the machine went down"

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from launch.common.text import written_unix_s
-from launch.run_directory.owner import launcher_of
 from launch.run_files.records import JobRecord, read_failures, read_job_records
 from launch.run_files.run_state import Event, event_of, lines_from_the_end, read_document, run_name, saved_step
 from rlhpc.base.near_names import near_hint
+from rlhpc.base.ownership import Launcher
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import ConfigError, SegmentError
 from rlhpc.training.checkpoint_directory import AttemptTimeline, KnownCheckpoints
@@ -283,7 +283,8 @@ class RunView:
     @cached_property
     def launcher_pid(self) -> int | None:
         """The process of this machine that runs it."""
-        return launcher_of(self.layout)
+        found = Launcher.holder(self.layout)
+        return found.process.pid if found is not None and found.process.is_alive else None
 
     @cached_property
     def jobs(self) -> list[JobRecord]:

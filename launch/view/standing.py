@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from launch.common.text import without_dots
-from launch.run_directory.owner import LIVES_ELSEWHERE_S
 from launch.run_files.records import JobRecord
 from launch.run_files.run_state import Cause, last_outcome
 from launch.slurm.queue import JobRow, MyQueue, look_at_my_jobs
 from launch.slurm.states import EndedBy, JobStage, is_stuck, reason_in_words
 from launch.view.run import RunView
+from rlhpc.base.ownership import LIVES_ELSEWHERE_S
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 

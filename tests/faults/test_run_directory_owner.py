@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from rlhpc.base.ownership import take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import EXIT_FENCED
 from rlhpc.training.checkpoint_directory import latest_complete
@@ -139,7 +139,7 @@ def test_a_run_that_is_taken_over_from_elsewhere_ends_and_says_why(lab: Lab) -> 
     run_file, layout = lab.run_file("taken", run=ENDLESS, data=SLOW), lab.layout("taken")
     with Run(run_file, layout) as run:
         run.wait_for_step(2)
-        successor = take_over(layout, 1)  # as on a machine that takes this one for dead
+        successor = Fence.take(layout, 1)  # as on a machine that takes this one for dead
         assert run.finish(GONE_S) == EXIT_FENCED, run.story()
         run.assert_nothing_is_left(within_s=GONE_S)
     assert f"was taken over by {successor.owner}" in run.output

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from launch.run_directory.prepare import AttemptStart, ResumePoint, choose, note_attempt, num_attempts, put_aside
-from rlhpc.base.ownership import take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash
 from rlhpc.config.rules import Config
@@ -51,7 +51,7 @@ def settings_of(seed: int, root: Path) -> Config:
 def begin(layout: RunLayout, config: Config) -> RoleContext:
     """Begin an attempt as the launcher does; returns who its controller is."""
     index = num_attempts(layout)
-    owner = take_over(layout, index).owner
+    owner = Fence.take(layout, index).owner
     choice = choose(layout, ResumePoint(), lambda _: None)
     put_aside(choice, lambda _: None)
     note_attempt(layout, AttemptStart(index, choice.step, owner))

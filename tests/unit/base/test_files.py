@@ -16,7 +16,7 @@ import pytest
 from launch.run_directory.prepare import AttemptStart, note_attempt, num_attempts, prepare_run_dir
 from rlhpc.base import ownership
 from rlhpc.base.files import KEEP_CORE_FILES, append_lines, openness, rename, write_atomically
-from rlhpc.base.ownership import Fence, read_owner, take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.journal import make_file
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
@@ -40,7 +40,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 @pytest.fixture
 def fence(layout: RunLayout) -> Fence:
-    return take_over(layout, 0)
+    return Fence.take(layout, 0)
 
 
 def asked_twice(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -123,7 +123,7 @@ def test_a_run_is_taken_over_though_the_server_says_that_its_new_directories_exi
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked_twice(monkeypatch, "mkdir")
-    take_over(layout, 0).write(layout.status, b"of the new owner")
+    Fence.take(layout, 0).write(layout.status, b"of the new owner")
     assert layout.status.read_bytes() == b"of the new owner"
 
 
@@ -260,8 +260,8 @@ def test_what_counts_on_disk_is_there_before_it_has_its_name_and_its_name_before
 
 def test_a_run_directory_that_was_taken_over_has_its_owner_on_disk(tmp_path: Path, disk: Disk) -> None:
     layout = RunLayout(tmp_path / "run")
-    fence = take_over(layout, 0)
-    assert read_owner(layout) == fence.owner
+    fence = Fence.take(layout, 0)
+    assert Fence.holder(layout) == fence.owner
     assert disk.renamed_too_early == []
     assert disk.lost(layout.owner) == []
 
@@ -382,8 +382,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_last_to_take_over_is_the_owner(layout: RunLayout) -> None:
-    first, second = take_over(layout, 0), take_over(layout, 1)
-    assert read_owner(layout) == second.owner != first.owner
+    first, second = Fence.take(layout, 0), Fence.take(layout, 1)
+    assert Fence.holder(layout) == second.owner != first.owner
     second.check()
     with pytest.raises(OwnershipLost, match=f"was taken over by {second.owner}; this process belongs to {first.owner}"):
         first.check()
@@ -391,14 +391,14 @@ def test_the_last_to_take_over_is_the_owner(layout: RunLayout) -> None:
 
 def test_attempts_of_one_number_are_told_apart(layout: RunLayout) -> None:
     """As after --fresh, which counts from 0 again."""
-    old, new = take_over(layout, 0), take_over(layout, 0)
+    old, new = Fence.take(layout, 0), Fence.take(layout, 0)
     new.check()
     with pytest.raises(OwnershipLost):
         old.check()
 
 
 def test_a_directory_that_was_deleted_belongs_to_nobody(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    fence = take_over(layout, 0)
+    fence = Fence.take(layout, 0)
     layout.owner.unlink()
     monkeypatch.setattr(ownership, "ABSENT_S", 0.0)
     for _ in range(ownership.ABSENT_LOOKS - 1):
@@ -409,7 +409,7 @@ def test_a_directory_that_was_deleted_belongs_to_nobody(layout: RunLayout, monke
 
 
 def test_an_owner_that_is_there_again_was_never_lost(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    fence, content = take_over(layout, 0), layout.owner.read_bytes()
+    fence, content = Fence.take(layout, 0), layout.owner.read_bytes()
     monkeypatch.setattr(ownership, "ABSENT_S", 0.0)
     for _ in range(3):  # absences, each of two looks
         layout.owner.unlink()
@@ -421,8 +421,8 @@ def test_an_owner_that_is_there_again_was_never_lost(layout: RunLayout, monkeypa
 
 
 def test_a_stale_controller_holds_nothing_against_a_prompt(layout: RunLayout) -> None:
-    stale, book = take_over(layout, 0), LostLeases()
-    take_over(layout, 1)
+    stale, book = Fence.take(layout, 0), LostLeases()
+    Fence.take(layout, 1)
     book.record_death([(make_prompt(0), 1)])
     with pytest.raises(OwnershipLost):
         LostLeaseFile(layout.strikes, stale).append(book)
@@ -430,18 +430,18 @@ def test_a_stale_controller_holds_nothing_against_a_prompt(layout: RunLayout) ->
 
 
 def test_a_damaged_record_is_not_taken_for_a_loss(layout: RunLayout) -> None:
-    fence = take_over(layout, 0)
+    fence = Fence.take(layout, 0)
     layout.owner.write_bytes(b"{")
     with pytest.raises(OSError, match="damaged"):
         fence.check()
 
 
 def test_a_file_is_replaced_whole_by_the_owner_alone(layout: RunLayout) -> None:
-    fence = take_over(layout, 0)
+    fence = Fence.take(layout, 0)
     fence.write(layout.status, b"one")
     fence.write(layout.status, b"two", is_synced=False)
     assert layout.status.read_bytes() == b"two"
-    take_over(layout, 1).write(layout.status, b"three")
+    Fence.take(layout, 1).write(layout.status, b"three")
     with pytest.raises(OwnershipLost):
         fence.write(layout.status, b"four")
     assert layout.status.read_bytes() == b"three"
@@ -463,11 +463,11 @@ def stopped_before_rename(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[
 
 
 def test_a_status_that_comes_late_does_not_appear(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = take_over(layout, 0)
+    old = Fence.take(layout, 0)
     old.write(layout.status, b"before")
 
     def successor() -> None:
-        Fence(layout, take_over(layout, 1).owner).write(layout.status, b"of the successor")
+        Fence(layout, Fence.take(layout, 1).owner).write(layout.status, b"of the successor")
 
     real, is_first = os.replace, True
 
@@ -488,10 +488,10 @@ def test_a_status_that_comes_late_does_not_appear(layout: RunLayout, monkeypatch
 def test_a_segment_that_comes_late_neither_appears_nor_takes_the_successors_away(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch, has_sealed: bool
 ) -> None:
-    old, path = take_over(layout, 0), layout.segment(0)
+    old, path = Fence.take(layout, 0), layout.segment(0)
 
     def successor() -> None:
-        new = take_over(layout, 1)
+        new = Fence.take(layout, 1)
         if has_sealed:
             write_sealed(path, b"of the successor", staging=new.staging(layout.rollouts))
 
@@ -502,10 +502,10 @@ def test_a_segment_that_comes_late_neither_appears_nor_takes_the_successors_away
 
 
 def test_a_checkpoint_that_comes_late_does_not_count(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = take_over(layout, 0)
+    old = Fence.take(layout, 0)
     temporary = begin(layout.checkpoint(4), old.staging(layout.checkpoints))
     (temporary / "controller.json").write_text("{}")
-    stopped_before_rename(monkeypatch, lambda: take_over(layout, 1))
+    stopped_before_rename(monkeypatch, lambda: Fence.take(layout, 1))
     with pytest.raises(CheckpointError, match="cannot be completed"):
         complete(temporary, layout.checkpoint(4), {"step": 4})
     assert latest_complete(layout.checkpoints) is None
@@ -516,7 +516,7 @@ def test_a_checkpoint_counts_in_the_instant_in_which_it_appears(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or one that was renamed before a take-over could become complete after it."""
-    temporary = begin(layout.checkpoint(4), take_over(layout, 0).staging(layout.checkpoints))
+    temporary = begin(layout.checkpoint(4), Fence.take(layout, 0).staging(layout.checkpoints))
     (temporary / "controller.json").write_text("{}")
     seen = []
     real = Path.replace
@@ -533,7 +533,7 @@ def test_a_checkpoint_counts_in_the_instant_in_which_it_appears(
 
 def test_a_writer_that_does_not_stop_cannot_keep_its_place(layout: RunLayout) -> None:
     """Files appear in the old staging directory while it is being deleted."""
-    old, over = take_over(layout, 0), threading.Event()
+    old, over = Fence.take(layout, 0), threading.Event()
 
     def write_on() -> None:
         number = 0
@@ -548,7 +548,7 @@ def test_a_writer_that_does_not_stop_cannot_keep_its_place(layout: RunLayout) ->
     writer.start()
     try:
         for attempt in range(1, 20):
-            take_over(layout, attempt)
+            Fence.take(layout, attempt)
             assert not old.staging(layout.rollouts).exists()
     finally:
         over.set()
@@ -559,9 +559,9 @@ def test_a_writer_that_does_not_stop_cannot_keep_its_place(layout: RunLayout) ->
 @pytest.mark.starts
 def test_of_many_that_take_over_at_once_one_owns_at_the_end(layout: RunLayout) -> None:
     code = (
-        "import sys; from pathlib import Path; from rlhpc.base.ownership import take_over; "
+        "import sys; from pathlib import Path; from rlhpc.base.ownership import Fence; "
         "from rlhpc.base.run_directory import "
-        "RunLayout; sys.stdin.read(); fence = take_over(RunLayout(Path(sys.argv[1])), 1);"
+        "RunLayout; sys.stdin.read(); fence = Fence.take(RunLayout(Path(sys.argv[1])), 1);"
         "fence.check(); fence.write(fence.layout.status, fence.owner.encode()); print(fence.owner)"
     )
     words = [sys.executable, "-c", code, str(layout.root)]
@@ -573,7 +573,7 @@ def test_of_many_that_take_over_at_once_one_owns_at_the_end(layout: RunLayout) -
     told = [taker.stderr.read().decode() for taker in takers if taker.stderr is not None]
     for taker in takers:
         taker.wait()
-    owner = read_owner(layout)
+    owner = Fence.holder(layout)
     assert said.count(owner) == 1, told
     assert layout.status.read_text() == owner
     assert all(

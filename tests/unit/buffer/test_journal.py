@@ -19,7 +19,7 @@ from log_files import write_anew
 from rollout_samples import assert_same_prompt, assert_same_scored, make_record, make_scored
 
 from rlhpc.base.native import crc32
-from rlhpc.base.ownership import take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer import history
 from rlhpc.buffer.batches import DropReason
@@ -325,10 +325,10 @@ def test_a_disk_that_refuses_loses_nothing_and_the_same_call_goes_on_later(tmp_p
 
 def test_whoever_lost_the_run_directory_acknowledges_nothing(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
-    fence = take_over(layout, 0)
+    fence = Fence.take(layout, 0)
     files, records = make_files(layout.rollouts, fence=fence), make_records(10)
     files.append(records[:3])
-    successor = take_over(layout, 1)
+    successor = Fence.take(layout, 1)
     with pytest.raises(OwnershipLost):
         files.append(records[3:5])
     assert files.next_sequence == 4
@@ -343,7 +343,7 @@ def test_a_disk_that_does_not_even_say_who_owns_the_run_is_a_failed_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = RunLayout(tmp_path)
-    files, records = make_files(layout.rollouts, fence=take_over(layout, 0)), make_records(4)
+    files, records = make_files(layout.rollouts, fence=Fence.take(layout, 0)), make_records(4)
     files.append(records[:2])
     owner = layout.owner.read_bytes()
     layout.owner.write_bytes(b"{")
@@ -443,12 +443,12 @@ def test_every_state_that_a_power_cut_may_leave_holds_what_was_committed(
 
 def test_whoever_lost_the_run_directory_commits_nothing(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
-    fence = take_over(layout, 0)
+    fence = Fence.take(layout, 0)
     log = GroupEventLog(layout.rollouts, 0, fence)
     log.add(EVENTS[0])
     log.commit(1)
     late = GroupEventLog(layout.rollouts, 1, fence)
-    take_over(layout, 1)
+    Fence.take(layout, 1)
     for each in (log, late):
         each.add(EVENTS[1])
         with pytest.raises(OwnershipLost):

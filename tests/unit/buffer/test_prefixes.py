@@ -27,7 +27,7 @@ from rollout_samples import (
     piece_of,
 )
 
-from rlhpc.base.ownership import take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer import prefixes
 from rlhpc.buffer.batches import DropReason
@@ -351,10 +351,10 @@ def test_what_a_disk_refuses_is_given_up_and_the_next_file_has_all(tmp_path: Pat
 
 def test_whoever_lost_the_run_directory_writes_and_deletes_nothing(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "run")
-    fence = take_over(layout, 0)
+    fence = Fence.take(layout, 0)
     log = PartialLog(layout.rollouts, 0, fence)
     log.begin(pieces(0, 20))
-    successor = PartialLog(layout.rollouts, 1, take_over(layout, 1))
+    successor = PartialLog(layout.rollouts, 1, Fence.take(layout, 1))
     for attempt in (lambda: log.append(pieces(20, 40)), lambda: log.begin(pieces(0, 40)), log.discard):
         with pytest.raises(OwnershipLost):
             attempt()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from rollout_samples import ManualClock, assert_same_group, make_group, make_prompt, make_scored
 
-from rlhpc.base.ownership import take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer import segments
 from rlhpc.buffer import segments as segment_files
@@ -191,7 +191,7 @@ def test_a_segment_that_got_its_name_before_the_disk_refused_is_not_in_the_way(t
 
 def test_groups_stay_pending_while_nobody_can_say_whose_the_run_is(tmp_path):
     layout = RunLayout(tmp_path / "run")
-    writer = make_writer(layout.rollouts, fence=take_over(layout, 0))
+    writer = make_writer(layout.rollouts, fence=Fence.take(layout, 0))
     writer.add(ResolvedGroup(make_group(0)))
     content = layout.owner.read_bytes()
     layout.owner.unlink()

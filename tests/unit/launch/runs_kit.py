@@ -16,11 +16,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from launch.run_directory.begin_attempt import begin_attempt
-from launch.run_directory.owner import ProcessIdentity
 from launch.run_directory.prepare import AttemptStart, note_attempt, prepare_run_dir_for_jobs
 from launch.run_files.records import JobRecord, write_job_record
 from launch.run_files.run_state import EventLog
 from rlhpc.base.files import write_atomically
+from rlhpc.base.processes import ProcessIdentity
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.ledger import AdmissionLedger

@@ -35,7 +35,7 @@ from launch.slurm.queue import ThisJob
 from launch.supervisor.processes import AttemptStarter, BeginError, Signals
 from rlhpc.base import patience
 from rlhpc.base.files import write_atomically
-from rlhpc.base.ownership import read_owner, take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
 from rlhpc.config.file import override
@@ -434,7 +434,7 @@ def save_begin(layout: RunLayout, step: int) -> None:
 def test_a_launcher_that_was_overtaken_begins_nothing(layout_begin):
     """Without Slurm, whose ids would tell who came later."""
     first = begin_attempt(layout_begin, job_id=0, restart=0)
-    take_over(layout_begin, 1)  # another machine takes this one for dead
+    Fence.take(layout_begin, 1)  # another machine takes this one for dead
     before = layout_begin.attempts.read_text(), layout_begin.owner.read_text()
     with pytest.raises(FencedError, match="was taken over by 1-"):
         begin_attempt(layout_begin, job_id=0, restart=0, follows=first["fence"])
@@ -596,7 +596,7 @@ def test_of_two_that_begin_at_one_moment_the_earlier_counts_as_overtaken(layout_
     other.start()
     status = main(["--run-dir", str(layout_begin.root), "--job-id", "8"])
     other.join()
-    assert (status, read_owner(layout_begin)) == (EXIT_FENCED, "1-other"), capsys.readouterr().err
+    assert (status, Fence.holder(layout_begin)) == (EXIT_FENCED, "1-other"), capsys.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_set_aside_at_the_moment_is_tried_again(layout_begin, capsys, monkeypatch):

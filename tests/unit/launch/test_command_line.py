@@ -24,9 +24,10 @@ from launch.commands.arguments import continued
 from launch.doctor.gpus import gpus_here
 from launch.plan.gpu_map import map_gpus
 from launch.plan.processes import local_plan_document
-from launch.run_directory.owner import ProcessIdentity, launcher_of
 from launch.run_directory.prepare import ResumePoint, prepare_run_dir
 from launch.run_files.run_state import command_to_continue
+from launch.view.run import RunView
+from rlhpc.base.processes import ProcessIdentity
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, override
 from rlhpc.config.rules import Config
@@ -491,14 +492,14 @@ def test_a_living_launcher_is_known_whatever_the_clock_says(layout, prepared):
         ticks = int(Path(f"/proc/{launcher.pid}/stat").read_text().rpartition(")")[2].split()[19])
         assert record["start_ticks"] == ticks
         assert not any("time" in key for key in record)
-        assert launcher_of(layout) == launcher.pid
+        assert RunView(layout).launcher_pid == launcher.pid
         launcher.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
-        assert launcher_of(layout) is None
-    assert launcher_of(layout) is None
+        assert RunView(layout).launcher_pid is None
+    assert RunView(layout).launcher_pid is None
     for changed in ({"start_ticks": 1}, {"boot_id": "before the machine was started again"}):
         layout.launcher.write_text(json.dumps(ProcessIdentity.of_this_process().to_json() | changed))
-        assert launcher_of(layout) is None, "its pid was given to another process"
+        assert RunView(layout).launcher_pid is None, "its pid was given to another process"
 
 
 # ------------------------------------------------------------------------------------------------- the run directory
@@ -507,7 +508,7 @@ def test_a_living_launcher_is_known_whatever_the_clock_says(layout, prepared):
 @pytest.fixture
 def brief_silence(monkeypatch) -> float:
     """Seconds after which a run on another machine counts as dead."""
-    monkeypatch.setattr("launch.run_directory.owner.SILENCE_S", 1.0)
+    monkeypatch.setattr("rlhpc.base.ownership.SILENCE_S", 1.0)
     return 1.0
 
 

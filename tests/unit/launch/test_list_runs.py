@@ -20,12 +20,12 @@ from launch.commands.logs import show_logs
 from launch.commands.show import EventView
 from launch.common.text import escaped
 from launch.run_directory.begin_attempt import begin_attempt
-from launch.run_directory.owner import register_launcher
 from launch.run_files.records import ExitRecord, write_exit_record
 from launch.view.report import as_text, read_report
 from launch.view.run import RunView
 from launch.view.standing import find_runs, survey
 from launch.view.status import render_status
+from rlhpc.base.ownership import Launcher
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.unit.doc_pages import ROOT
@@ -67,7 +67,7 @@ def state(capsys: pytest.CaptureFixture[str], name: str) -> tuple[str, str]:
 
 def test_a_run_of_this_machine_is_what_its_launcher_and_its_status_say(runs, capsys):
     layout = runs.local("here")
-    register_launcher(layout)
+    Launcher.register(layout)
     assert state(capsys, "here") == ("starting", f"launcher pid {os.getpid()}")
     runs.status(layout, "waiting for generators", 0)
     assert listed(capsys)["here"]["state"] == "starting"
@@ -406,7 +406,7 @@ def test_the_table_is_sorted_by_the_last_sign_of_life_and_cut_where_nobody_lives
         for path in layout.root.iterdir():
             age(path, 1000.0 * (1 + number))
     oldest = RunLayout(runs.root / "run-44")
-    register_launcher(oldest)
+    Launcher.register(oldest)
     age(oldest.launcher, 100_000.0)
     assert main(["list"]) == 0
     head, *rows, summary = capsys.readouterr().out.splitlines()

@@ -19,9 +19,9 @@ import pytest
 
 from launch.commands import logs
 from launch.commands.logs import LAST_LINES, _Tail, log_files, roles_there, show_logs
-from launch.run_directory.owner import register_launcher
 from launch.run_files.run_state import last_words
 from launch.view.status import LOOK_AT_DISK_S, OLD_S, Watch
+from rlhpc.base.ownership import Launcher
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import write_resolved
 from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
@@ -158,7 +158,7 @@ def test_a_run_without_logs_and_a_directory_that_is_no_run_are_refused(layout, t
 
 @pytest.mark.usefixtures("looks_often")
 def test_following_takes_up_new_lines_attempts_and_replicas_and_ends_with_the_run(layout, capsys, monkeypatch):
-    register_launcher(layout)  # this process: the run lives
+    Launcher.register(layout)  # this process: the run lives
     follows = threading.Event()
     is_over = logs.is_over
     monkeypatch.setattr(logs, "is_over", lambda layout: follows.set() or is_over(layout))
@@ -193,7 +193,7 @@ def test_following_a_run_that_is_over_ends_at_once(layout, capsys):
 
 @pytest.mark.usefixtures("looks_often")
 def test_a_log_that_is_begun_anew_is_read_from_its_beginning(layout, capsys):
-    register_launcher(layout)
+    Launcher.register(layout)
     path = write(layout, "trainer", 1, 1, "much more than will stand there afterwards\n" * 5)
 
     def go_on() -> None:
@@ -211,7 +211,7 @@ def test_a_log_that_is_begun_anew_is_read_from_its_beginning(layout, capsys):
 
 @pytest.mark.starts
 def test_ctrl_c_ends_the_following(layout):
-    register_launcher(layout)
+    Launcher.register(layout)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     viewer = subprocess.Popen(
         [sys.executable, "-m", "launch.cli", "logs", str(layout.root), "trainer-0", "-f"],

@@ -28,8 +28,8 @@ import rlhpc
 from launch.cli import main
 from launch.commands.show import EventView
 from launch.commands.trackers import ExportedRun, records_of, rows_to_send
-from launch.run_directory.owner import register_launcher
 from launch.view.run import RunView
+from rlhpc.base.ownership import Launcher
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.metrics.curves import Curve, tabulated
 from rlhpc.metrics.tensorboard import Recorder, TensorBoardWriter
@@ -438,7 +438,7 @@ def steps_of(history: list[dict[str, float]]) -> list[int]:
 def test_a_run_is_followed_across_an_interruption_and_a_resume_and_every_step_is_sent_once(tmp_path):
     pytest.importorskip("wandb", reason="no wandb here: pip install 'rlhpc[wandb]'")
     run, directory = Run(tmp_path), tmp_path / "wandb-files"
-    register_launcher(run.layout)  # this process: the run is alive
+    Launcher.register(run.layout)  # this process: the run is alive
     with serving() as server:
         run.attempt(range(4))
         with Follower(run, directory, server) as follower:

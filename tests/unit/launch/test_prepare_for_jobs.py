@@ -31,9 +31,9 @@ from launch.plan.site_file import PrologueConfig
 from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_directory.begin_attempt import main as begin_attempt_main
 from launch.run_directory.inputs import look_at_inputs, read_inputs
-from launch.run_directory.owner import ABANDONED_S, Holder, LockHeld, holders, lock_directory, own_run, submits_alone
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.records import JobRecord, write_job_record
+from rlhpc.base.ownership import ABANDONED_S, DirectoryLock, Holder, LockHeld, RunOwner, SubmissionLock
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, override, read_resolved
 from rlhpc.config.rules import Config
@@ -78,7 +78,7 @@ def nothing(_: str) -> None:
 def test_a_start_that_was_killed_in_its_first_write_is_in_nobodys_way(config, layout):
     layout.root.mkdir()
     (layout.root / f".{layout.config.name}.0123456789ab.tmp").write_text('{"config": ')
-    with own_run(layout, nothing, may_take_over=False) as owner:
+    with RunOwner.take(layout, nothing, may_take_over=False) as owner:
         assert owner.inherited
         assert prepare_run_dir(config, layout, resume=False, fresh=False).index == 0
     assert layout.is_run
@@ -98,7 +98,7 @@ def test_a_deletion_that_was_ended_half_way_is_done_by_another_fresh_start_alone
     for resume in (False, True):
         with pytest.raises(RunDirectoryError, match="--fresh deletes the rest and starts over"):
             prepare_run_dir(config, layout, resume=resume, fresh=False)
-    with own_run(layout, nothing, may_take_over=True) as owner:
+    with RunOwner.take(layout, nothing, may_take_over=True) as owner:
         assert owner.inherited
         prepare_run_dir(config, layout, resume=False, fresh=True)
     assert layout.is_run
@@ -112,7 +112,7 @@ def test_a_stop_of_a_start_that_is_under_way_is_kept_and_an_earlier_one_is_not(c
     layout.stop_request.touch()
     os.utime(layout.stop_request, (0, 0))
     for is_stopped in (False, True):
-        with own_run(layout, nothing, may_take_over=True):
+        with RunOwner.take(layout, nothing, may_take_over=True):
             if is_stopped:
                 layout.abort_request.touch()
             prepare_run_dir(config, layout, **how)
@@ -259,7 +259,7 @@ def test_a_run_of_another_user_is_not_deleted(config, layout, monkeypatch):
 
 def test_a_launcher_of_another_host_that_has_ended_is_forgotten_with_the_next_claim(config, layout, monkeypatch):
     """Or the status that jobs write would make it live again."""
-    monkeypatch.setattr("launch.run_directory.owner.SILENCE_S", 1.0)
+    monkeypatch.setattr("rlhpc.base.ownership.SILENCE_S", 1.0)
     prepare_run_dir(config, layout, resume=False, fresh=False)
     launcher_elsewhere(layout)
     prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
@@ -606,32 +606,32 @@ def layout_lock(tmp_path) -> RunLayout:
 
 
 def test_of_two_one_gets_the_lock_and_the_other_after_it(layout_lock):
-    first = lock_directory(layout_lock)
+    first = DirectoryLock.take(layout_lock)
     with pytest.raises(LockHeld):
-        lock_directory(layout_lock)
-    first.close()
-    lock_directory(layout_lock).close()
+        DirectoryLock.take(layout_lock)
+    first.release()
+    DirectoryLock.take(layout_lock).release()
 
 
 def test_a_child_keeps_the_lock_that_its_parent_has_closed_and_is_named(layout_lock):
-    lock = lock_directory(layout_lock)
+    lock = DirectoryLock.take(layout_lock)
     words = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=(lock.descriptor,)) as child:
-        lock.close()
+        lock.release()
         with pytest.raises(LockHeld):
-            lock_directory(layout_lock)
-        assert [identity.pid for identity in holders(layout_lock)] == [child.pid]
-    lock_directory(layout_lock).close()
+            DirectoryLock.take(layout_lock)
+        assert [identity.pid for identity in DirectoryLock.holders(layout_lock)] == [child.pid]
+    DirectoryLock.take(layout_lock).release()
 
 
 def test_a_lock_of_a_directory_that_was_made_again_excludes_nobody(layout_lock):
-    first = lock_directory(layout_lock)
+    first = DirectoryLock.take(layout_lock)
     layout_lock.lock.unlink()
     assert not first.is_of_the_directory
-    second = lock_directory(layout_lock)
+    second = DirectoryLock.take(layout_lock)
     assert second.is_of_the_directory
-    first.close()
-    second.close()
+    first.release()
+    second.release()
 
 
 def test_who_is_refused_leaves_the_launcher_of_a_living_run_recorded(layout_lock):
@@ -641,7 +641,7 @@ def test_who_is_refused_leaves_the_launcher_of_a_living_run_recorded(layout_lock
         for _ in range(2):  # or the second start would take its own record for nobody's
             with (
                 pytest.raises(RunDirectoryError, match="a run is active here on another-host"),
-                own_run(layout_lock, lambda _: None, may_take_over=True),
+                RunOwner.take(layout_lock, lambda _: None, may_take_over=True),
             ):
                 raise AssertionError("two launchers own a run")
         assert layout_lock.launcher.read_bytes() == recorded
@@ -649,7 +649,7 @@ def test_who_is_refused_leaves_the_launcher_of_a_living_run_recorded(layout_lock
 
 def test_where_processes_of_others_are_hidden_none_of_them_is_the_recorded_one():
     """hidepid=1: its directory in /proc is there, and what it holds is for its owner."""
-    looks = "import os; from launch.run_directory.owner import ProcessIdentity as P; before = P.of(1); "
+    looks = "import os; from rlhpc.base.processes import ProcessIdentity as P; before = P.of(1); "
     leaves = "os.setgroups([]); os.setgid(65534); os.setuid(65534); "
     as_nobody = shlex.join([sys.executable, "-c", f"{looks}{leaves}print(before.pid, before.is_alive, P.of(1))"])
     script = f"mount -t proc -o hidepid=1 proc /proc && {as_nobody}; exit $?"
@@ -679,10 +679,10 @@ def holder(unix_time_s: float | None = None, **changes: Any) -> Holder:
 
 
 def test_the_second_is_refused_and_told_who_and_how_to_remove_it(lock):
-    with submits_alone(lock, print):
+    with SubmissionLock(lock, print):
         with (
             pytest.raises(RunDirectoryError, match=f"by pid {os.getpid()} on .*{socket.gethostname()}.*`rm {lock}`"),
-            submits_alone(lock, print),
+            SubmissionLock(lock, print),
         ):
             raise AssertionError
         assert lock.exists()
@@ -690,7 +690,7 @@ def test_the_second_is_refused_and_told_who_and_how_to_remove_it(lock):
 
 
 def test_it_is_given_up_when_a_submission_fails(lock):
-    with pytest.raises(KeyboardInterrupt), submits_alone(lock, print):
+    with pytest.raises(KeyboardInterrupt), SubmissionLock(lock, print):
         raise KeyboardInterrupt
     assert not lock.exists()
 
@@ -700,7 +700,7 @@ def test_that_of_a_process_which_has_ended_is_taken_over_with_a_word(lock):
     ended.wait()
     said: list[str] = []
     left_behind(lock, holder(pid=ended.pid))
-    with submits_alone(lock, said.append):
+    with SubmissionLock(lock, said.append):
         assert json.loads(lock.read_text())["pid"] == os.getpid()
     (line,) = said
     begins = f"taken over  {lock}: left behind by pid {ended.pid} on {socket.gethostname()}, "
@@ -710,13 +710,13 @@ def test_that_of_a_process_which_has_ended_is_taken_over_with_a_word(lock):
 
 def test_a_pid_that_was_given_to_another_process_keeps_nobody_out(lock):
     left_behind(lock, holder(start_ticks=0))
-    with submits_alone(lock, print):
+    with SubmissionLock(lock, print):
         pass
 
 
 def test_that_of_an_earlier_boot_of_this_machine_keeps_nobody_out(lock):
     left_behind(lock, holder(boot_id="another"))
-    with submits_alone(lock, print):
+    with SubmissionLock(lock, print):
         pass
 
 
@@ -724,21 +724,21 @@ def test_that_of_another_host_holds_for_ten_minutes(lock):
     there = {"host": "another-host", "boot_id": "another", "pid": 1}
     for behind_s in (0, ABANDONED_S + 1, -ABANDONED_S):  # the clock of that host
         left_behind(lock, holder(time.time() - behind_s, **there))
-        with pytest.raises(RunDirectoryError, match="pid 1 on another-host"), submits_alone(lock, print):
+        with pytest.raises(RunDirectoryError, match="pid 1 on another-host"), SubmissionLock(lock, print):
             raise AssertionError
         then = time.time() - ABANDONED_S - 1
         os.utime(lock, (then, then))
-        with submits_alone(lock, print):
+        with SubmissionLock(lock, print):
             pass
     assert not list(lock.parent.iterdir())
 
 
 def test_one_that_is_half_written_counts_as_held_until_it_is_old(lock):
     lock.touch()
-    with pytest.raises(RunDirectoryError, match="by an unknown process"), submits_alone(lock, print):
+    with pytest.raises(RunDirectoryError, match="by an unknown process"), SubmissionLock(lock, print):
         raise AssertionError
     os.utime(lock, (0, 0))
-    with submits_alone(lock, print):
+    with SubmissionLock(lock, print):
         pass
 
 
@@ -746,10 +746,10 @@ def test_of_many_at_once_one_holds_it(lock):
     """Also where a stale one is to be taken over by all of them."""
     left_behind(lock, holder(start_ticks=0))
     code = (
-        "import sys, time; from pathlib import Path; from launch.run_directory.owner import submits_alone\n"
+        "import sys, time; from pathlib import Path; from rlhpc.base.ownership import SubmissionLock\n"
         "from rlhpc.protocol.errors import RunDirectoryError\n"
         "sys.stdin.readline()\n"
-        "try:\n    with submits_alone(Path(sys.argv[1]), lambda _: None):\n"
+        "try:\n    with SubmissionLock(Path(sys.argv[1]), lambda _: None):\n"
         "        print('alone'); sys.stdout.flush(); sys.stdin.readline()\n"
         "except RunDirectoryError:\n    print('refused'); sys.stdout.flush()\n"
     )
@@ -771,9 +771,9 @@ def test_a_full_disk_leaves_no_lock_behind_and_the_error_names_it(tmp_path):
     lock = disk / ".run.submitting"
     with small_disk(disk, 1 << 20):
         fill(disk / "filler", but_bytes=0)
-        with pytest.raises(OSError, match="No space left on device") as caught, submits_alone(lock, print):
+        with pytest.raises(OSError, match="No space left on device") as caught, SubmissionLock(lock, print):
             raise AssertionError
         assert caught.value.filename == str(lock)
         (disk / "filler").unlink()
-        with submits_alone(lock, print):
+        with SubmissionLock(lock, print):
             pass

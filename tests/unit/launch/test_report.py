@@ -18,12 +18,12 @@ import pytest
 
 from launch.cli import main
 from launch.plan.script import plan_document
-from launch.run_directory.owner import SILENCE_S, register_launcher
 from launch.run_files.run_state import EventLog
 from launch.view.charts import histogram, line_chart, nice_ticks, stacked_chart
 from launch.view.events import MOST_STRETCHES, Happening, Spell, Story, advice_for, gpus_of, hours_of, read_story
 from launch.view.report import MOST_COLUMNS, as_text, read_report, rows_of, thinned, timeline_chart, write_report
 from launch.view.run import RunView
+from rlhpc.base.ownership import SILENCE_S, Launcher
 from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.metrics.curves import Curve
 from rlhpc.metrics.tensorboard import Recorder
@@ -141,7 +141,7 @@ def begins_here(run: TextRun, index: int) -> EventLog:
 def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tmp_path):
     run = TextRun(tmp_path / "killed")
     begins_here(run, 0)
-    register_launcher(run.layout)
+    Launcher.register(run.layout)
     assert read_story(RunView(run.layout)).faults == []
     child = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
     run.layout.launcher.write_text(

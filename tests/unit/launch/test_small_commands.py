@@ -24,7 +24,7 @@ from launch.commands.recipes import DIRECTORY, copy_recipe, known_recipes, num_g
 from launch.common.text import quoted
 from launch.plan.script import plan_report
 from launch.plan.site_file import load_site
-from launch.run_directory.owner import Holder, submits_alone
+from rlhpc.base.ownership import Holder, SubmissionLock
 from rlhpc.config.file import load_config
 from rlhpc.config.tables import DataConfig
 from rlhpc.data.record_source import read_records, records_of
@@ -610,7 +610,7 @@ def test_a_path_with_a_space_is_one_word_of_the_command(tmp_path):
     lock = tmp_path / "my runs" / ".submission"
     lock.parent.mkdir()
     lock.write_text(Holder.of_this_process().to_json())
-    with pytest.raises(RunDirectoryError) as refused, submits_alone(lock, print):
+    with pytest.raises(RunDirectoryError) as refused, SubmissionLock(lock, print):
         raise AssertionError
     command = re.findall(r"`(.*?)`", str(refused.value))[-1]
     assert shlex.split(command) == ["rm", str(lock)]

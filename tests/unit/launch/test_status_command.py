@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from launch.run_directory.owner import register_launcher
 from launch.run_files.records import JobRecord, write_job_record
 from launch.view.run import RunView
 from launch.view.status import read_notes, render_status, verifier_lines
 from rlhpc.base.files import write_atomically
+from rlhpc.base.ownership import Launcher
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
@@ -252,7 +252,7 @@ def test_a_run_on_this_machine_is_shown_without_a_word_of_slurm(run):
 
 
 def test_a_run_that_was_resumed_on_this_machine_is_shown_as_such(separate):
-    register_launcher(separate.layout)
+    Launcher.register(separate.layout)
     separate.layout.status.write_text(json.dumps(STATUS))
     assert f"launcher pid {os.getpid()}" in separate.text
     assert "PENDING" not in separate.text

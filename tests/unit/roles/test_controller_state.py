@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rlhpc.algorithms.packing import tokens_trained
-from rlhpc.base.ownership import Fence, take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.patience import DISK_PATIENCE_S
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason
@@ -326,7 +326,7 @@ def owner_unknown(layout: RunLayout) -> Iterator[None]:
 async def test_while_nobody_can_tell_whose_the_run_is_checkpoints_are_left_out_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
-    async with desk(tmp_path, fence=take_over(RunLayout(tmp_path), 0)) as it:
+    async with desk(tmp_path, fence=Fence.take(RunLayout(tmp_path), 0)) as it:
         for step in (1, 2):
             await it.complete_one(step)
         with owner_unknown(it.layout):  # at its beginning
@@ -343,7 +343,7 @@ async def test_while_nobody_can_tell_whose_the_run_is_checkpoints_are_left_out_a
 
 
 async def test_a_run_that_another_has_taken_over_completes_no_checkpoint(tmp_path: Path) -> None:
-    async with desk(tmp_path, fence=take_over(RunLayout(tmp_path), 0)) as it:
+    async with desk(tmp_path, fence=Fence.take(RunLayout(tmp_path), 0)) as it:
         await asyncio.wait_for(it.writer.write(1, 1), PATIENCE_S)
         it.layout.owner.write_text('{"owner": "1-another"}')
         it.trainer_has_written(1)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from small_ring import make_ledger, prompt, scored, small_config
 
-from rlhpc.base.ownership import Fence, take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.patience import DISK_PATIENCE_S, LONGEST_PAUSE_S, Patience, patiently_aside
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import ResolvedGroup
@@ -54,7 +54,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         layout = RunLayout(tmp_path / "run")
         for directory in (layout.root, layout.rollouts, layout.checkpoints):
             directory.mkdir()
-        yield Place(layout, take_over(layout, 0))
+        yield Place(layout, Fence.take(layout, 0))
 
 
 @dataclass
