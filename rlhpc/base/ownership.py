@@ -90,7 +90,6 @@ class Holder:
 #
 # An open file whose lock children inherit; the kernel releases it with the last of them, however they ended.
 
-
 _NAME = RunLayout(Path()).lock.name
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -165,7 +164,6 @@ def _is_open(path: Path, wanted: os.stat_result) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------- launcher
-
 
 SILENCE_S = (
     20.0  # without a sign of life from another machine, where a controller writes twice a second: counts as dead
@@ -416,7 +414,6 @@ def _modified_ns(path: Path) -> int:
 #
 # Created with O_EXCL, which works on every shared filesystem, unlike file locks.
 
-
 ABANDONED_S = 600.0  # on another host, whose processes cannot be seen
 
 
@@ -548,7 +545,6 @@ def _describe_holder(holder: Holder | None) -> str:
 # 3. A thread of each role looks at owner.json every second and ends its process (roles/lifecycle.py).
 #
 # Needs no locks: owner.json is opened again for each check, so that an NFS client asks the server.
-
 
 _PREFIX, _GONE_PREFIX = ".owner_", ".gone_"
 # Without an owner.json, before a run directory counts as moved or deleted: seconds, and looks, none long after another.

@@ -27,7 +27,6 @@ from rlhpc.base.patience import Deadline
 #
 # How many files and connections a process may have open.  Standard library.
 
-
 MAX_OPEN_FILES = 1 << 16
 
 
@@ -126,7 +125,6 @@ def child_environment(**settings: str) -> dict[str, str]:
 # Input: a pid.  Output: ProcessIdentity, which can be stored and later checked, by any process on any machine, for
 # whether that process is alive.  Linux: /proc.
 
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _GONE_STATES = ("Z", "X", "x")  # ended, but not yet reaped by its parent
 _SUSPENDED_STATES = ("T", "t")
@@ -198,7 +196,6 @@ def _state_and_ticks(pid: int) -> tuple[str, int] | None:
 
 
 # --------------------------------------------------------------------------------------------------------- parent death
-
 
 _LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as possible
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
