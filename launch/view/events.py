@@ -186,7 +186,7 @@ def _steps(view: RunView, mean: Reader) -> Iterator[str]:
         yield f"{clipped:.0%} of tokens are clipped from above: the learning rate is too high for this batch."
     blocked, step_s = mean("time/checkpoint_s"), mean("time/step_s") or 1.0
     every = view.config.checkpoint.every_steps if view.config is not None else 0
-    if every and (share := blocked / (every * step_s)) >= 0.02:
+    if every and blocked >= 1.0 and (share := blocked / (every * step_s)) >= 0.02:
         yield (
             f"Checkpoints block training for {blocked:.1f} s each, {share:.0%} of the time: raise "
             f"checkpoint.every_steps={every}."

@@ -314,14 +314,17 @@ def _headline(view: RunView, story: Story) -> list[tuple[str, str]]:
         ("phase", "complete" if view.summary else str(status.get("phase", "not begun"))),
         ("steps", f"{view.num_steps_seen} of {total}, policy version {status.get('version', '?')}"),
     ]
-    if reward is not None:
+    ends = [view.summary.get(f"reward_{end}_tenth", math.nan) for end in ("first", "last")]
+    if reward is not None and not view.summary:
         values = reward.values[np.isfinite(reward.values)]
         tenth = max(1, len(values) // 10)
-        rows += [("reward", f"{values[:tenth].mean():.3f} → {values[-tenth:].mean():.3f}")] * bool(len(values))
+        ends = [float(part.mean()) for part in (values[:tenth], values[-tenth:]) if len(part)]
+    if ends and None not in ends:
+        rows.append(("reward", " → ".join(f"{end:.3f}" for end in ends) + ", first and last tenth"))
     rows += [
         ("rollouts", f"{view.sampled.num_rollouts:,} in segments, {view.sampled.lengths_trained.total():,} trained"),
         ("staleness", f"{last('staleness/mean'):.2f} on average lately; bound {last('staleness/bound'):.0f}"),
-        ("idle", f"generators {_share(view, 'generator/idle_ratio')}, trainer {_share(view, 'trainer/idle_ratio')}"),
+        ("idle", _idle(view)),
         ("speed", f"{_rate(last('trainer/tokens_per_s'))} trained, {_rate(last('generator/tokens_per_s'))} sampled"),
         ("time", f"{format_duration(max(0.0, story.end_s - story.begin_s))} since the beginning"),
         ("faults", f"{len(story.faults)}"),
@@ -330,9 +333,13 @@ def _headline(view: RunView, story: Story) -> list[tuple[str, str]]:
     return [of_run, *((name, value) for name, value in of_figures if "nan" not in value)]
 
 
-def _share(view: RunView, name: str) -> str:
-    mean = view.mean_of(name)
-    return "not known" if mean is None else f"{mean:.0%}"
+def _idle(view: RunView) -> str:
+    """Of a complete run all of it, as its end said; of others the part in which they have settled."""
+    if view.summary:
+        return "generators {generator_idle_ratio:.0%}, trainer {trainer_idle_ratio:.0%}".format(**view.summary)
+    shares = [view.mean_of(f"{who}/idle_ratio") for who in ("generator", "trainer")]
+    generators, trainer = ("not known" if share is None else f"{share:.0%}" for share in shares)
+    return f"generators {generators}, trainer {trainer}, in the second half of the steps"
 
 
 def _rate(value: float) -> str:

@@ -347,6 +347,7 @@ _TOLD = {
 }
 LOOK_AT_DISK_S = 2.0  # where the run itself says nothing
 BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
+_ON_THEIR_WAY = {"waiting for generators": "the first weights are on their way | "}  # once all processes are there
 # Of status.json, in the order of the fields of Progress.
 _OF_PROGRESS = (
     "step", "num_steps", "reward", "trainer_tokens_per_s", "generator_tokens_per_s", "staleness_max", "eta_s"
@@ -398,8 +399,8 @@ class Watch:
         if status["phase"] in BEFORE:
             self._last_step = status["step"]  # that a resume begins with
             waits_for = waiting_for(status, self._expected)
-            passed = format_duration(self._clock() - self._began_s)
-            self._line.wait(status["phase"], f"waits for {waits_for} | {passed}" if waits_for else passed)
+            what = f"waits for {waits_for} | " if waits_for else _ON_THEIR_WAY.get(status["phase"], "")
+            self._line.wait(status["phase"], what + format_duration(self._clock() - self._began_s))
         elif status["step"] != self._last_step:
             self._last_step = status["step"]
             self._line.update(Progress(*map(status.__getitem__, _OF_PROGRESS)))
@@ -423,8 +424,8 @@ class Watch:
                 f"too many errors in place of verdicts: the run waits for up to {errors['patience_s']:.0f} s until "
                 f"there are some again (rewards.error_patience_s); the last error: {shortened(errors['latest'])}"
             )
-        elif told == attempt:
-            self.tell("the run waits for verdicts no longer")
+        elif told == attempt and not status.get("is_ending"):
+            self.tell("there are verdicts again")
 
     def _warn_of_disk(self, view: RunView) -> None:
         if not view.status.get("disk_troubles") and self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:

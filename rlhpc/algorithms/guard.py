@@ -44,7 +44,7 @@ from rlhpc.protocol.types import (
 # Figures of a batch that say whether learning is healthy.
 #
 # Input: RolloutGroup and the summed metrics of a step.  Output: numbers under their names of rlhpc/metrics/names.py,
-# and arrays for histograms.  No torch.  When to worry: docs/algorithms.md.
+# and arrays for histograms.  No torch.  When to worry: docs/metrics.md.
 
 
 def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -132,7 +132,7 @@ class GenerationConfig(Section):
     """Share the KV cache of equal prompts; salted by policy version."""
     seeded_samples: Annotated[bool, idle_with("run.deterministic", True, why="every sample is seeded")] = False
     """Redraw a sample that was lost with its generator exactly as before, so that losses do not bias rollouts towards
-    short ones (docs/algorithms.md). False: rollouts continue from the prefixes that generators report, which is nearly
+    short ones (docs/staleness.md). False: rollouts continue from the prefixes that generators report, which is nearly
     as good."""
 
     @property

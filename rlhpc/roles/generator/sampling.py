@@ -60,7 +60,7 @@ from rlhpc.transport.rpc import RpcClient
 # beginning asks for it (`show_whole`).
 #
 # A rollout that is started again is likely to be shorter than the one that was lost, since long rollouts are lost more
-# often: the policy would learn from rollouts that are shorter than its own (docs/algorithms.md).
+# often: the policy would learn from rollouts that are shorter than its own (docs/staleness.md).
 
 
 LOOKS_PER_INTERVAL = 8

@@ -9,6 +9,7 @@ changes no bit of weights, moments or step counters.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -280,6 +281,7 @@ class MegatronBackend(StatefulBackend):
         appear; then nothing is left open.
         """
         device = device_of(config.trainer.device, context.rank)
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # else every parameter, and its options in one line
         _refuse_unfit(config, device)
         torch.manual_seed(config.run.seed)
         with ExitStack() as undo:  # on any error: this process must be able to open another backend

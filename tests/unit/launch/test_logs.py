@@ -297,7 +297,7 @@ def test_of_another_attempt_the_time_since_it_began_is_shown(tmp_path):
     screen.now = 4007.0
     screen.show("waiting for generators", 81, *EXPECTED, attempt=4)
     starts = [line for line in screen.lines if not line.startswith("step")]
-    assert starts[1:] == ["starting | 0 s", "waiting for generators | 7 s"]
+    assert starts[1:] == ["starting | 0 s", "waiting for generators | the first weights are on their way | 7 s"]
 
 
 def test_a_resume_shows_no_figures_before_its_first_step(tmp_path):
@@ -327,7 +327,7 @@ def test_a_wait_for_verdicts_is_told_when_it_begins_and_when_it_is_over(tmp_path
         "rlhpc: too many errors in place of verdicts: the run waits for up to 60 s until there are some again "
         "(rewards.error_patience_s); the last error: no tool server"
     )
-    assert screen.lines == [begins, "rlhpc: the run waits for verdicts no longer", begins]  # another attempt is anew
+    assert screen.lines == [begins, "rlhpc: there are verdicts again", begins]  # another attempt is anew
 
 
 def test_a_disk_that_refuses_is_told_when_it_begins_and_when_it_is_over(tmp_path):

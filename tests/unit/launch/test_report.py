@@ -452,7 +452,7 @@ def test_one_step_without_a_reward_does_not_hide_those_of_all_others(tmp_path):
     for step in range(30):
         recorder.step(step, {"reward/mean": math.nan if step in (1, 29) else step / 20})
     recorder.close()
-    assert "reward    0.050 → 1.375" in as_text(read_report(RunView(run.layout)))
+    assert "reward    0.050 → 1.375, first and last tenth" in as_text(read_report(RunView(run.layout)))
 
 
 def test_the_terminal_gets_the_short_form(told, capsys):
