@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
-from launch.commands.arguments import command_parser, function_of, hint_for, run_layout, similar_command
+from launch.commands.arguments import command_parser, function_of, refuse_words, run_layout, similar_command
 from launch.common.text import escaped, print_whatever_happens, refused_by_the_system, say_or_lose
 from launch.supervisor.processes import REQUESTS, StopSignal
 from rlhpc.base.processes import name_nameless_user
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
     place = next((name for name in ("overrides", "words") if name in options), None)
     if any(word.startswith("-") or place is None or (place == "overrides" and "=" not in word) for word in rest):
-        parser.error(f"unrecognised arguments: {' '.join(rest)}{hint_for(rest)}")
+        refuse_words(parser, options.command, rest)
     if place is not None:
         setattr(options, place, [*getattr(options, place), *rest])
     try:

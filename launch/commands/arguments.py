@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from launch.common.text import optional_module, without_dots
-from rlhpc.base.near_names import nearest
+from rlhpc.base.near_names import near_hint, nearest
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 
@@ -30,6 +30,15 @@ _OF_PREDICTIONS = {
 }  # fmt: skip
 _Parser = argparse.ArgumentParser
 _Place = argparse._ActionsContainer  # a parser, or a group of its arguments
+
+
+class _ParserWithHints(argparse.ArgumentParser):
+    """A parser that refuses a word that is none of its choices with what is legal, and the nearest."""
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            legal = [*map(str, action.choices)]
+            raise argparse.ArgumentError(action, f"{value!r}; legal: {', '.join(legal)}{near_hint(str(value), legal)}")
 
 
 def number(text: str) -> int:
@@ -446,16 +455,43 @@ def refuse_without_predict(options: argparse.Namespace) -> None:
             raise ConfigError(f"{option}: legal with --predict only")
 
 
-def hint_for(words: Sequence[str]) -> str:
-    """A hint for keys of the run file that were written as options."""
-    keys = [word for word in words if "." in word.partition("=")[0] and ("=" in word or word.startswith("--"))]
-    if not keys:
-        return "; `rlhpc check` starts nothing" if "--dry-run" in words else ""
-    option = keys[0]
-    key, equals, value = option.removeprefix("--").partition("=")
-    after = words[words.index(option) + 1 :]
-    value = value if equals or not after else after[0]
-    return f"; a key of the run file is set without dashes: {key}={value}"
+def refuse_words(parser: argparse.ArgumentParser, command: str, words: Sequence[str]) -> NoReturn:
+    """Exit with the usage of a command, the words that it does not know, and what they may mean."""
+    commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    own: argparse.ArgumentParser = commands.choices[command]
+    own.error(f"unrecognised arguments: {' '.join(words)}{_meant_by(words, own)}")
+
+
+def _meant_by(words: Sequence[str], own: argparse.ArgumentParser) -> str:
+    """Return the keys that were written as options, with their values, or else the options of a similar name."""
+    # Imported here because models of settings load for a while, and --help need not wait for them.
+    from launch.plan.site_file import OWN_DIRECTIVES
+    from rlhpc.config.file import key_meant
+
+    takes = {action.dest for action in own._actions}
+    options = [option for action in own._actions for option in action.option_strings]
+    keys, of_site_files, similar = list[str](), list[str](), list[str]()
+    for place, word in enumerate(words):
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("-") and not (equals and "." in name):
+            continue
+        after = "".join(each for each in words[place + 1 : place + 2] if not each.startswith("-"))
+        key = name if "." in name else key_meant(name.replace("-", "_")) if word.startswith("--") else ""
+        if key.startswith("`"):
+            similar.append(key)
+        elif key and takes & {"overrides", "words"}:
+            keys.append(f"{key}={value if equals else after or 'true'}")
+        elif "site_file" in takes and word.startswith("--") and name in OWN_DIRECTIVES:
+            of_site_files.append(OWN_DIRECTIVES[name])
+        else:
+            similar += nearest(f"--{name}", options)
+    if "--dry-run" in words:
+        return "; `rlhpc check` starts nothing"
+    if keys:
+        return f"; a key of the run file is set without dashes: {' '.join(keys)}"
+    if of_site_files:
+        return f"; the site file says it: {', '.join(of_site_files)}"
+    return f"; did you mean {' '.join(similar)}?" if similar else ""
 
 
 def continued(typed: Sequence[str]) -> list[str]:
@@ -477,7 +513,7 @@ def continued(typed: Sequence[str]) -> list[str]:
 
 def command_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="rlhpc", description="Asynchronous RL post-training of language models.")
+    parser = _ParserWithHints(prog="rlhpc", description="Asynchronous RL post-training of language models.")
     parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in _COMMANDS:

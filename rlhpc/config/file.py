@@ -284,6 +284,16 @@ def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequen
     return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)}{hint}"
 
 
+def key_meant(name: str) -> str:
+    """The key of a run file that somebody means by its last word, or by that of another system; "" if none is known.
+
+    A command in backticks where a command takes its place.
+    """
+    if name in _KEYS or (found := counterpart_of(name)) is None:
+        return "".join(_places_of(name)[:1])
+    return found.ours
+
+
 def _places_of(name: str) -> list[str]:
     """Every place at which a key of this name is legal, or else of a similar one."""
     keys = {f"{section}.{key}": key for section, model in _SECTIONS.items() for key in model.model_fields}
