@@ -29,6 +29,7 @@ from bench.figures import tell
 from bench.trainer import MODELS, make_model
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import WeightsConfig
+from rlhpc.generation.vllm_core import CoreProcesses
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.generation.vllm_requests import vllm_sampling_params
 from rlhpc.protocol.contracts import WeightTiming
@@ -80,7 +81,10 @@ async def direct(engine: VllmEngine, requests: list[RolloutRequest]) -> int:
     async def one(request: RolloutRequest) -> int:
         prompt = {"prompt_token_ids": request.prompt.token_ids.tolist(), "cache_salt": "direct"}
         parameters = vllm_sampling_params(request, set())
-        async for output in engine._llm.generate(prompt, parameters, f"direct-{request.group_id}"):
+        name, core = f"direct-{request.group_id}", engine._llm
+        if not isinstance(core, CoreProcesses):
+            return len((await core.sample(prompt, parameters, name)).completion.token_ids)
+        async for output in core._llm.generate(prompt, parameters, name):
             return len(output.outputs[0].token_ids)
         return 0
 

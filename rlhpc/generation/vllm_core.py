@@ -1,13 +1,13 @@
-"""Run vLLM's engine core on a thread of this process, with one notification per request: when it ends.
+"""vLLM's engine core with all that we ask of it, in processes behind AsyncLLM or on a thread of this process.
 
-Input: requests, and calls of the worker extension.  Output: one FinishedSample for each request.  Where there is one
-worker on CPU this replaces AsyncLLM, and has those of its methods that we call.  AsyncLLM has a process for the
-core, sends it every request through a socket, and gets a message with every request's newest token after every step
+Input: requests, and calls of the worker extension.  Output: one FinishedSample for each request.  On CUDA, and with
+several workers, the core is behind vLLM's AsyncLLM.  Where there is one worker on CPU it is on a thread: AsyncLLM sends
+it every request through a socket, and gets a message with every request's newest token after every step
 (docs/decisions/036-the-engine-core-in-the-generators-process.md has the cost).
 
-Guarantees.  The engine is used only on its thread, between two steps, in the order of the calls.  A request that ends
-before a call is executed has ended for its caller before the call returns.  The tokens of each request are counted on
-that thread: a call that loads weights knows exactly which tokens are older than the weights.
+Guarantees, of both.  While paused nothing is sampled, and counts() is the number of tokens of every request, whatever
+vLLM calls it and whichever model runner it has: weights that are loaded before resume() sample the tokens from that
+number on.  What is needed of vLLM and is no documented interface of it is looked for once, at the start.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from rlhpc.data.tokenizer import StopSearch
 from rlhpc.generation.vllm_requests import FlatPart, PartialCompletion
+from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import Float32
 
 YIELD_S = 0.001  # where requests wait and none can be scheduled
@@ -39,18 +44,274 @@ class CoreDied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FinishedSample:
-    """The fields of vLLM's RequestOutput that we read."""
+    """What vLLM has sampled for a request, or scored of its prompt."""
 
-    prompt_token_ids: list[int]
-    outputs: list[PartialCompletion]  # one
+    num_prompt_tokens: int
+    completion: PartialCompletion  # whole
     prompt_logprobs: Float32 | None  # [T − 1], of every token of the prompt but the first
+
+
+class RunningCore(ABC):
+    """An engine core that runs.  Whatever it is asked raises what vLLM raises, and CoreDied."""
+
+    vllm_config: Any
+
+    @abstractmethod
+    async def sample(
+        self,
+        prompt: dict[str, Any],
+        params: Any,
+        request_id: str,
+        *,
+        priority: int = 0,
+        search: StopSearch | None = None,
+    ) -> FinishedSample:
+        """Return what a request has sampled when it has ended; one whose caller is cancelled is aborted.
+
+        prompt: "prompt_token_ids" and "cache_salt".  search: for stop strings, has read the prefix and is the core's
+        from now on; nothing behind one is counted, shown or returned.  Raises ValueError for what vLLM refuses.
+        """
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request with the tokens it has; returns once that has been requested."""
+
+    @abstractmethod
+    def num_tokens(self, request_id: str) -> int:
+        """Tokens sampled for it so far; 0 for one that has ended."""
+
+    @abstractmethod
+    def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
+        """Its tokens from number `first` on; None: there is none, or the request has ended."""
+
+    @abstractmethod
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call a method of every worker between two steps."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop after the current step and keep requests."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Resume decoding."""
+
+    @abstractmethod
+    async def counts(self) -> dict[str, int]:
+        """Number of tokens of each request that has one; for a core that is paused.
+
+        A request that ends about now may be left out.
+        """
+
+    @abstractmethod
+    async def recompute(self) -> None:
+        """Forget cached prompts, and the keys and values of running requests, which are recomputed."""
+
+    @abstractmethod
+    def shutdown(self, timeout: float) -> None:
+        """End the core; pending calls raise.  Blocks for at most `timeout`."""
+
+
+# ------------------------------------------------------------------------------------------------- what vLLM must have
+
+OF_ASYNC_LLM = (
+    "generate abort collective_rpc pause_generation resume_generation reset_prefix_cache errored dead_error shutdown "
+    "engine_core.get_output_async engine_core.outputs_queue output_processor.request_states "
+    "output_processor.external_req_ids"
+)
+OF_DETOKENIZER = "output_token_ids"
+OF_CORE = (
+    "add_request preprocess_add_request abort_requests collective_rpc reset_prefix_cache step_fn post_step shutdown "
+    "scheduler.has_requests scheduler.requests scheduler.set_pause_state"
+)
+
+
+def require(names: str, *, of: Any, called: str) -> None:
+    """Raise EngineError if a part of vLLM lacks one of the attributes.  names: separated by spaces; called: by vLLM."""
+    lacking = list[str]()
+    for name in names.split():
+        try:
+            attrgetter(name)(of)
+        except AttributeError:
+            lacking.append(f"{called}.{name}")
+    if lacking:
+        from vllm import __version__  # as in _engine_core
+
+        raise EngineError(
+            f"vLLM {__version__} has no {', '.join(lacking)}: without, nothing tells how many tokens each request has "
+            "when weights change; install a version of the range that pyproject.toml names"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- core in processes
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that AsyncLLM was given."""
+
+    search: StopSearch | None
+    num_before: int  # tokens that the search had read, of the prefix
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens that are known to be none behind a stop string."""
+        return sys.maxsize if self.search is None else self.search.num_tokens - self.num_before
+
+    def end_in(self, token_ids: Sequence[int]) -> int | None:
+        """Search the tokens after the prefix that were not read yet; return how many are up to a stop string."""
+        if self.search is None or self.search.read(token_ids[self.num_shown :]) is None:
+            return None
+        return self.num_shown
+
+
+class CoreProcesses(RunningCore):
+    """A vLLM AsyncLLM, whose core and workers are processes of their own.
+
+    Its front end, in this process, collects the tokens of each request, and gets those of every step before the reply
+    to a pause.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        """llm: an AsyncLLM that nobody has asked anything yet.  Raises EngineError for a vLLM that lacks something."""
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # as in _engine_core
+
+        require(OF_ASYNC_LLM, of=llm, called="AsyncLLM")
+        require(OF_DETOKENIZER, of=IncrementalDetokenizer, called="IncrementalDetokenizer")
+        self._llm, self.vllm_config = llm, llm.vllm_config
+        self._asked: dict[str, _Asked] = {}
+        self._outputs, self._next_outputs = llm.engine_core.outputs_queue, llm.engine_core.get_output_async
+        self._front_end_waits = True  # for outputs; all it was given before are with their requests
+        llm.engine_core.get_output_async = self._outputs_for_front_end
+
+    async def sample(
+        self,
+        prompt: dict[str, Any],
+        params: Any,
+        request_id: str,
+        *,
+        priority: int = 0,
+        search: StopSearch | None = None,
+    ) -> FinishedSample:
+        """See RunningCore."""
+        asked = self._asked[request_id] = _Asked(search, 0 if search is None else search.num_tokens)
+        if search is not None:
+            from vllm.sampling_params import RequestOutputKind  # as in _engine_core
+
+            params.output_kind = RequestOutputKind.CUMULATIVE  # an output after every step, of all tokens so far
+        try:
+            outputs = self._llm.generate(prompt, params, request_id, priority=priority)
+            async with contextlib.aclosing(outputs):  # which aborts a request that has not ended
+                async for output in outputs:
+                    if (finished := _finished(output, asked)) is not None:
+                        return finished
+        finally:
+            del self._asked[request_id]
+        raise CoreDied(f"vLLM ended {request_id} without an output")
+
+    async def abort(self, request_id: str) -> None:
+        """See RunningCore."""
+        await self._llm.abort(request_id)
+
+    def num_tokens(self, request_id: str) -> int:
+        """See RunningCore."""
+        asked = self._asked.get(request_id)
+        return 0 if asked is None else min(self._num_sampled(request_id), asked.num_shown)
+
+    def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
+        """See RunningCore."""
+        asked, state = self._asked.get(request_id), self._state_of(request_id)
+        if asked is None or state is None or state.logprobs_processor.logprobs is None:
+            return None
+        logprobs, token_ids = state.logprobs_processor.logprobs, state.detokenizer.output_token_ids
+        starts = logprobs.start_indices
+        end = min(len(token_ids), len(starts), asked.num_shown)
+        if end <= first:
+            return None
+        begin = starts[first]  # a long completion is not copied for its last tokens
+        part = FlatPart(logprobs.logprobs[begin:], [start - begin for start in starts[first:end]])
+        return PartialCompletion(list(token_ids[first:end]), part)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """See RunningCore."""
+        result: list[Any] = await self._llm.collective_rpc(method, args=args)
+        return result
+
+    async def pause(self) -> None:
+        """See RunningCore."""
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """See RunningCore."""
+        await self._llm.resume_generation()
+
+    async def counts(self) -> dict[str, int]:
+        """See RunningCore.  What left the core before it paused is awaited."""
+        while not (self._front_end_waits and self._outputs.empty()):
+            if self._llm.errored:
+                raise self._llm.dead_error
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # whose request has ended learns of it
+        found = {request_id: self._num_sampled(request_id) for request_id in self._asked}
+        return {request_id: number for request_id, number in found.items() if number}
+
+    async def recompute(self) -> None:
+        """See RunningCore."""
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    def shutdown(self, timeout: float) -> None:
+        """See RunningCore."""
+        self._llm.shutdown(timeout=timeout)
+
+    async def _outputs_for_front_end(self) -> Any:
+        self._front_end_waits = True
+        outputs = await self._next_outputs()
+        self._front_end_waits = False
+        return outputs
+
+    def _num_sampled(self, request_id: str) -> int:
+        state = self._state_of(request_id)
+        return 0 if state is None else len(state.detokenizer.output_token_ids)
+
+    def _state_of(self, request_id: str) -> Any:
+        """vLLM's record of a request; None before it has one, and when the request has ended."""
+        processor = self._llm.output_processor
+        names = (request_id, *processor.external_req_ids.get(request_id, ()))  # vLLM may add a suffix
+        return next((processor.request_states[name] for name in names if name in processor.request_states), None)
+
+
+def _finished(output: Any, asked: _Asked) -> FinishedSample | None:
+    """Return what vLLM's RequestOutput says of a request that has ended, or of which a stop string is complete."""
+    completion = output.outputs[0]
+    end, reason = asked.end_in(completion.token_ids), completion.finish_reason
+    if end is not None:  # vLLM's own lists go on to grow
+        part = FlatPart(completion.logprobs.logprobs[:], completion.logprobs.start_indices[:end])
+        completion, reason = PartialCompletion(completion.token_ids[:end], part, "stop"), "stop"
+    if reason is None:
+        return None
+    whole = PartialCompletion(completion.token_ids, completion.logprobs, reason)
+    return FinishedSample(len(output.prompt_token_ids), whole, _of_prompt(output))
+
+
+def _of_prompt(output: Any) -> Float32 | None:
+    """Log-probabilities of a prompt's own tokens, of which vLLM makes a dictionary each."""
+    if output.prompt_logprobs is None:
+        return None
+    pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    return np.asarray([each[token].logprob for each, token in pairs], np.float32)
+
+
+# ----------------------------------------------------------------------------------------------------- core on a thread
+#
+# The engine is used only on its thread, between two steps, in the order of the calls.  A request that ends before a
+# call is executed has ended for its caller before the call returns.
 
 
 @dataclass(slots=True)
 class _Sample:
     """A request that the core has or will have.  Only the engine's thread appends."""
 
-    prompt_token_ids: list[int]
+    num_prompt_tokens: int
     ended: asyncio.Future[FinishedSample]
     search: StopSearch | None = None  # for stop strings
     token_ids: list[int] = field(default_factory=list)
@@ -85,10 +346,10 @@ class _Sample:
 
     def finished(self, reason: str) -> FinishedSample:
         completion = PartialCompletion(self.token_ids, FlatPart(self.logprobs, range(len(self.logprobs))), reason)
-        return FinishedSample(self.prompt_token_ids, [completion], self.prompt_logprobs)
+        return FinishedSample(self.num_prompt_tokens, completion, self.prompt_logprobs)
 
 
-class CoreThread:
+class CoreThread(RunningCore):
     """An engine core, its thread, and the requests it has.  Methods are for the event loop it was started in."""
 
     def __init__(self, vllm_config: Any, make_core: Callable[[], Any], make_request: MakeRequest) -> None:
@@ -122,7 +383,7 @@ class CoreThread:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    async def generate(
+    async def sample(
         self,
         prompt: dict[str, Any],
         params: Any,
@@ -130,66 +391,62 @@ class CoreThread:
         *,
         priority: int = 0,
         search: StopSearch | None = None,
-    ) -> AsyncIterator[FinishedSample]:
-        """Yield the request's one output, when it has ended.  Closed or cancelled before, it is aborted.
-
-        prompt: "prompt_token_ids" and "cache_salt".  search: for stop strings; the engine's thread has it from now on.
-        Raises ValueError for what vLLM refuses; CoreDied.
-        """
+    ) -> FinishedSample:
+        """See RunningCore."""
         self._require_life()
         request = self._make_request(prompt, params, request_id, priority)
         ended: asyncio.Future[FinishedSample] = self._loop.create_future()
-        sample = self._samples[request_id] = _Sample(prompt["prompt_token_ids"], ended, search)
+        sample = self._samples[request_id] = _Sample(len(prompt["prompt_token_ids"]), ended, search)
         self._commands.put(partial(self._add, request))
         try:
-            yield await self._answer(sample.ended)
+            finished: FinishedSample = await self._answer(sample.ended)
         finally:
             del self._samples[request_id]
             if not sample.ended.done() or sample.ended.cancelled():
                 self._commands.put(partial(self._abort_quietly, request_id))
+        return finished
 
     async def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has; returns once that has been requested."""
+        """See RunningCore."""
         self._require_life()
         self._commands.put(partial(self._abort, request_id))
 
     def num_tokens(self, request_id: str) -> int:
-        """Tokens sampled for it so far."""
+        """See RunningCore."""
         sample = self._samples.get(request_id)
         return len(sample.token_ids) if sample is not None else 0
 
     def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
-        """Its tokens from number `first` on; None: there is none, or the request has ended."""
+        """See RunningCore."""
         sample = self._samples.get(request_id)
         return sample.so_far(first) if sample is not None else None
 
     # --------------------------------------------------------------------------------------------------- calls
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of the worker between two steps.  Raises what it raises, and CoreDied."""
+        """See RunningCore."""
         result: list[Any] = await self._ask(lambda: self._core.collective_rpc(method, args=args))
         return result
 
-    async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = False) -> None:
-        """Stop after the current step and keep requests; the arguments are AsyncLLM's."""
-        assert mode == "keep"
-        assert not clear_cache
+    async def pause(self) -> None:
+        """See RunningCore."""
         await self._set_paused(True)
 
-    async def resume_generation(self) -> None:
-        """Resume decoding."""
+    async def resume(self) -> None:
+        """See RunningCore."""
         await self._set_paused(False)
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached prompts; reset_running_requests: also recompute those of running requests."""
-        return bool(await self._ask(lambda: self._core.reset_prefix_cache(reset_running_requests)))
+    async def counts(self) -> dict[str, int]:
+        """See RunningCore."""
+        counted: dict[str, int] = await self._ask(self._counts)
+        return counted
 
-    async def count_for(self, register: str) -> None:
-        """Give `register`, a method of the worker, the function that counts every request's tokens."""
-        await self.collective_rpc(register, args=(self._counts,))
+    async def recompute(self) -> None:
+        """See RunningCore."""
+        await self._ask(lambda: self._core.reset_prefix_cache(True))
 
     def shutdown(self, timeout: float) -> None:
-        """End the thread, and with it the engine; pending calls raise CoreDied.  Blocks for at most `timeout`."""
+        """See RunningCore."""
         self._end(timeout)
         self._fail("it was shut down")
 
@@ -296,7 +553,8 @@ class CoreThread:
         self._core.abort_requests([request_id])
 
     def _counts(self) -> dict[str, int]:
-        return {request_id: len(sample.token_ids) for request_id, sample in self._samples.copy().items()}
+        counted = {request_id: len(sample.token_ids) for request_id, sample in self._samples.copy().items()}
+        return {request_id: number for request_id, number in counted.items() if number}
 
     def _do(self, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         try:
@@ -329,7 +587,9 @@ def _engine_core(vllm_config: Any) -> Any:
     from vllm.v1.executor.abstract import Executor
 
     with _unseen("llvmlite.binding.ffi"):
-        return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    require(OF_CORE, of=core, called="EngineCore")
+    return core
 
 
 @contextlib.contextmanager

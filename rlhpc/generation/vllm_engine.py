@@ -1,9 +1,8 @@
 """Sample with vLLM: continuous batching, and weights that change while requests are running.
 
 Input: RolloutRequest and WeightManifest; output: Rollout.  Tokens in, tokens out; one request is one vLLM request.
-How new weights get in: weight_updates.py.  Every token's version is recorded from the number of tokens each request had
-at that moment, and held against vLLM's own record.  vLLM 0.26 to 0.33: what differs between them is asked for by name,
-never by version number.
+How new weights get in: weight_updates.py.  Sampling stands still while they are loaded, and every token's version
+follows from the number of tokens that its request had then.  What vLLM 0.26 to 0.33 differ in is in vllm_core.py.
 """
 
 from __future__ import annotations
@@ -15,29 +14,21 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import Decode, StopSearch, no_text
-from rlhpc.generation.vllm_core import CoreThread, FinishedSample
+from rlhpc.generation.vllm_core import FinishedSample, RunningCore
 from rlhpc.generation.vllm_requests import (
-    Beginning,
     FinishedRequest,
     InFlight,
     VersionRecord,
-    by_either_name,
     end_of_sequence_ids,
-    has_begun,
-    num_tokens,
-    partial_completion,
     piece_of,
     rollout_of,
     row_logprobs,
     scoring_params,
     searched,
-    spans_so_far,
-    stopped_completion,
     vllm_sampling_params,
 )
 from rlhpc.generation.vllm_start import device_here, engine_profile, start_vllm, stop_vllm, window_of
@@ -113,10 +104,10 @@ ABORT_AGAIN_S = 0.05  # an abort may overtake its request
 
 
 class VllmEngine(GenerationEngine):
-    """A vLLM AsyncLLM and its processes, or the thread that stands for them (vllm_core.py)."""
+    """An engine core of vLLM's (vllm_core.py), and what it is asked."""
 
     def __init__(
-        self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock, decode: Decode = no_text
+        self, llm: RunningCore, processes: list[psutil.Process], config: Config, clock: Clock, decode: Decode = no_text
     ) -> None:
         """Use VllmEngine.start."""
         self._llm, self._processes, self._config, self._decode = llm, processes, config, decode
@@ -131,8 +122,7 @@ class VllmEngine(GenerationEngine):
         self._num_updates = 0
         self._num_tokens = 0
         self._death = ""  # why this engine is dead; "" while it is alive
-        self._has_spans = hasattr(llm, "update_weight_version")
-        self._counts_all = isinstance(llm, CoreThread)  # of every request, whether it has begun or ended
+        self._is_closed = False
         self._switch = PauseSwitch(llm, self._call, self._busy)
         self._weights = WeightUpdates(llm, self._call, self._switch, self._adopt, config=config, clock=clock)
 
@@ -199,8 +189,6 @@ class VllmEngine(GenerationEngine):
             if output is None:
                 return rollout_of(request, FinishedRequest.nothing("abort"))
             flight.has_output = True
-            # Tokens sampled after a load may overtake the load's reply, which says from which token on they are new.
-            await self._weights.adopted.wait()
             return self._finish(flight, output)
         finally:
             self._busy.leave()
@@ -217,35 +205,25 @@ class VllmEngine(GenerationEngine):
         self._require_life()
         request_id, version, num_updates = f"score/{next(self._serial)}", self._policy_version, self._num_updates
         output = await self._output_of(request_id, token_ids.tolist(), scoring_params(), priority=SCORE_PRIORITY)
-        await self._weights.adopted.wait()  # what was scored after a load may overtake the load's reply
         version = version if self._num_updates == num_updates else NO_VERSION
         return RowScore(version, row_logprobs(output.prompt_logprobs, token_ids))
 
     def num_sampled(self, request_id: str) -> int:
         """Counts the tokens received so far; see GenerationEngine."""
         key = self._newest.get(request_id)
-        if key is None or not (sampled := num_tokens(self._llm, key)):
-            return 0
-        flight = self._in_flight[key]
-        sampled = min(sampled, flight.num_searched)
-        return flight.request.num_done + sampled if sampled else 0
+        sampled = 0 if key is None else self._llm.num_tokens(key)
+        return self._in_flight[key].request.num_done + sampled if key is not None and sampled else 0
 
     def progress(self, request_id: str, start: int = 0) -> Prefix | None:
-        """The tokens received so far, if their versions are known; see GenerationEngine."""
+        """The tokens received so far; see GenerationEngine."""
         key = self._newest.get(request_id)
-        if key is None or not self._weights.adopted.is_set():
+        if key is None or (flight := self._in_flight[key]).begins_anew:
             return None
-        flight = self._in_flight[key]
         first = max(0, start - flight.request.num_done)
-        part = None if flight.beginning is not Beginning.KNOWN else partial_completion(self._llm, key, first)
-        if part is not None and flight.search is not None:
-            part = part.up_to(flight.num_searched - first)
+        part = self._llm.sampled_so_far(key, first)
         if part is None:
             return None
-        length = first + len(part.token_ids)
-        versions = flight.versions_so_far(length, lambda: spans_so_far(self._llm, key, length))
-        if versions is None:
-            return None
+        versions = flight.record.versions(first + len(part.token_ids))
         return piece_of(flight.request, FinishedRequest.of_vllm(part, versions[first:]), start)
 
     async def abort(self, request_id: str) -> None:
@@ -303,9 +281,11 @@ class VllmEngine(GenerationEngine):
                 async with asyncio.timeout(ABORT_ALL_S):
                     await self._rpc("rlhpc_heed_signals")
             self._death = "closed"
-        if self._llm is not None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._weights.close()
             stop_vllm(self._llm, self._processes)
-        self._llm = None
+            del self._llm
         gc.collect()  # it is in a reference cycle: otherwise its finaliser runs while the interpreter shuts down
 
     # --------------------------------------------------------------------------------------------------- within
@@ -313,22 +293,8 @@ class VllmEngine(GenerationEngine):
     async def _prepare(self) -> None:
         await self._rpc("rlhpc_follow_parent", os.getpid())
         self._weight_devices = tuple(await self._rpc("rlhpc_device_id"))
-        if (count_for := getattr(self._llm, "count_for", None)) is not None:  # on a thread of this process
-            await self._call(count_for("rlhpc_count_with"))
-        can_count = all(await self._rpc("rlhpc_counts_tokens"))
-        if not can_count and not self._has_spans:
-            raise EngineError(
-                "this vLLM reports neither which weights sampled a token nor how many tokens a request has; "
-                "install vLLM 0.32"
-            )
-        # A step that was launched ahead would be sampled by old weights and counted for new ones; and without spans a
-        # request that has ended must have reached us before the others are counted.
-        runs_ahead = bool(getattr(self._llm.vllm_config.scheduler_config, "async_scheduling", False))
-        self._weights.pauses_to_load = runs_ahead or not (self._has_spans or self._counts_all)
-        if self._has_spans:
-            await self._call(self._llm.update_weight_version(str(self._policy_version)))
 
-    async def _run(self, request_id: str, flight: InFlight, search: StopSearch) -> Any:
+    async def _run(self, request_id: str, flight: InFlight, search: StopSearch) -> FinishedSample | None:
         """Return vLLM's only output for this request, or the last if it began anew; None: aborted without a token."""
         request = flight.request
         tokens = request.prompt.token_ids.tolist()
@@ -336,78 +302,36 @@ class VllmEngine(GenerationEngine):
             tokens += request.prefix.token_ids.tolist()
         params = self._sampling_params(request)
         while True:
-            await self._weights.adopted.wait()  # asked for while weights are loaded, it would be given the old salt
-            output = await self._sampled_for(request_id, flight, (tokens, params), search)
-            completion = output.outputs[0]
-            is_kept = flight.may_keep(getattr(completion, "weight_versions", None), len(completion.token_ids))
+            flight.submit(self._policy_version)
+            output = await self._output_of(
+                request_id, tokens, params, search=search if request.sampling.stop_strings else None
+            )
+            is_kept = flight.may_keep()
             if is_kept or flight.is_aborted:
                 return output if is_kept else None
             _, search = searched(request, self._decode)
 
-    async def _sampled_for(
-        self, request_id: str, flight: InFlight, asked: tuple[list[int], Any], search: StopSearch
-    ) -> Any:
-        """Submit it under the newest version, and return its output at its end, or at a stop string."""
-        if not flight.request.sampling.stop_strings:
-            flight.submit(self._policy_version)
-            return await self._output_of(request_id, *asked)
-        if isinstance(self._llm, CoreThread):
-            flight.submit(self._policy_version)
-            return await self._output_of(request_id, *asked, search=search)
-        flight.submit(self._policy_version, search)
-        return await self._output_of(request_id, *asked, until=partial(self._stopped, request_id, flight))
-
-    def _stopped(self, request_id: str, flight: InFlight, output: Any) -> Any:
-        """What is the last output of a request that is streamed; None: another one comes."""
-        completion = output.outputs[0]
-        if flight.stopped_at(completion.token_ids) is None:
-            return output if completion.finish_reason is not None else None
-        stopped = stopped_completion(self._llm, request_id, completion)
-        return FinishedSample(output.prompt_token_ids, [stopped], None)
-
-    async def _output_of(
-        self,
-        request_id: str,
-        tokens: list[int],
-        params: Any,
-        *,
-        until: Callable[[Any], Any] = lambda output: output,
-        **options: Any,
-    ) -> Any:
-        """Return what `until` makes of the first output of which it makes anything; then the request is aborted."""
+    async def _output_of(self, request_id: str, tokens: list[int], params: Any, **options: Any) -> FinishedSample:
         # A new request must not combine new weights with the KV cache of older ones.  The count, not the version: after
         # a restart the same number means other weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
-            async with contextlib.aclosing(self._llm.generate(prompt, params, request_id, **options)) as outputs:
-                async for output in outputs:
-                    if (last := until(output)) is not None:
-                        return last
+            return await self._llm.sample(prompt, params, request_id, **options)
         except (asyncio.CancelledError, ValueError):
             raise
         except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
             raise self._die(f"vLLM: {error!r}") from error
-        raise self._die(f"vLLM ended {request_id} without an output")
 
     def _sampling_params(self, request: RolloutRequest) -> Any:
         run_seed = self._config.run.seed if self._config.has_seeded_samples else None
-        is_streamed = bool(request.sampling.stop_strings) and not isinstance(self._llm, CoreThread)
-        return vllm_sampling_params(request, self._stop_token_ids, run_seed, is_streamed=is_streamed)
+        return vllm_sampling_params(request, self._stop_token_ids, run_seed)
 
-    def _finish(self, flight: InFlight, output: Any) -> Rollout:
-        completion = output.outputs[0]
+    def _finish(self, flight: InFlight, output: FinishedSample) -> Rollout:
+        completion, num_tokens = output.completion, len(output.completion.token_ids)
         if completion.finish_reason != "abort":
-            self._window.finished(len(output.prompt_token_ids), len(completion.token_ids))
-        spans = getattr(completion, "weight_versions", None)
-        try:
-            versions = flight.versions(spans, len(completion.token_ids))
-        except ValueError as error:
-            raise self._die(str(error)) from error
-        finished = FinishedRequest.of_vllm(completion, versions)
-        if flight.search is not None and flight.search.end is not None:
-            finished = finished.up_to(flight.num_searched)
-        self._num_tokens += len(finished.token_ids)
-        return rollout_of(flight.request, finished)
+            self._window.finished(output.num_prompt_tokens, num_tokens)
+        self._num_tokens += num_tokens
+        return rollout_of(flight.request, FinishedRequest.of_vllm(completion, flight.record.versions(num_tokens)))
 
     async def _abort(self, key: str, flight: InFlight) -> None:
         flight.is_aborted = True
@@ -418,25 +342,23 @@ class VllmEngine(GenerationEngine):
             await self._call(unless(is_over, lambda: self._llm.abort(key)))
             await comes(is_over, ABORT_AGAIN_S)
 
-    async def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:
+    async def _adopt(self, policy_version: int, counts: dict[str, int]) -> None:
         """Record a version that is loaded from now on; requests without a token begin anew.
 
-        vLLM names a prompt in its cache by the salt it came with: one that waited would begin on keys and values of old
-        weights, and all its tokens would be called new.
+        counts: tokens of each request when sampling stopped.  vLLM names a prompt in its cache by the salt it came
+        with: one that waited would begin on keys and values of old weights, and all its tokens would be called new.
         """
         self._policy_version = policy_version
         self._num_updates += 1
-        counts, waiting = by_either_name(counts), []
+        waiting = list[tuple[str, InFlight]]()
         for key, flight in self._in_flight.items():
-            num_tokens = None if counts is None else counts.get(key)
-            if not flight.is_submitted or (num_tokens is None and flight.has_output and self._counts_all):
+            if not flight.is_submitted or flight.has_output:
                 continue  # it is submitted from now on, or had ended when the weights were loaded
-            if num_tokens is None and counts is not None and not self._has_spans:
-                num_tokens = 0  # paused and drained: a request that the worker does not know has not begun
-            is_begun = flight.has_output or (has_begun(self._llm, key) if num_tokens is None else num_tokens > 0)
-            flight.weights_changed(policy_version, is_begun)
-            waiting += [(key, flight)] if flight.beginning is Beginning.ANEW else []
-            flight.record.weights_changed(policy_version, num_tokens)
+            if num_tokens := counts.get(key, 0):
+                flight.record.weights_changed(policy_version, num_tokens)
+            else:
+                flight.begin_anew()
+                waiting.append((key, flight))
         for key, flight in waiting:
             await self._call(self._llm.abort(key))
             flight.aborting = asyncio.ensure_future(self._abort_until(flight.came_back, key))  # it may not be there yet

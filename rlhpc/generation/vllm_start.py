@@ -1,6 +1,6 @@
 """Start and end vLLM with every process that belongs to it.
 
-Input: an EngineProfile.  Output: an AsyncLLM, or the CoreThread used in its place, and the list of its processes.
+Input: an EngineProfile.  Output: a RunningCore (vllm_core.py), and the list of its processes.
 Nothing survives stop_processes().
 """
 
@@ -22,6 +22,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from rlhpc.base.native import loading_libraries
 from rlhpc.base.processes import end_with_parent
 from rlhpc.config.rules import Config
+from rlhpc.generation.vllm_core import CoreProcesses, CoreThread, RunningCore
 from rlhpc.metrics.meters import SampleWindow
 from rlhpc.protocol.errors import EngineError
 
@@ -257,12 +258,12 @@ class ShieldedExecutor(MultiprocExecutor):
 log = logging.getLogger("rlhpc.generation")
 
 SHUTDOWN_S = 2.0  # an engine on a GPU takes longer, but has nothing to save; Ctrl-C must end everything within ten
-# Of vLLM 0.26's two model runners the one that knows how many tokens each request has.
-COUNTING_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+# Of vLLM 0.26's two model runners the one that was tried on GPUs; later vLLMs name versions of weights.
+TRIED_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SAFE_PATH = "PYTHONSAFEPATH"
 
 
-def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
+def start_vllm(profile: EngineProfile) -> tuple[RunningCore, list[psutil.Process]]:
     """Start an engine; blocks for seconds (CPU) to minutes (CUDA).  Sets the profile's variables in os.environ.
 
     It has processes of its own, unless the profile says that its core runs in this one (vllm_core.py).
@@ -280,7 +281,7 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
         raise EngineError(f"vLLM did not start: {error}") from error
 
 
-def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Any, list[psutil.Process]]:
+def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[RunningCore, list[psutil.Process]]:
     # vLLM reads its environment while it is imported.
     with loading_libraries():
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -290,16 +291,14 @@ def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Any, li
         with loading_libraries():  # vLLM loads most of itself while it starts, then collects
             import torch._dynamo.config  # has read its environment if somebody has compiled here
 
-            from rlhpc.generation.vllm_core import CoreThread
-
             torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
             return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
     if not hasattr(AsyncLLM, "update_weight_version"):
-        set_environment(COUNTING_RUNNER)
+        set_environment(TRIED_RUNNER)
     # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
     # permanently.
     profile = _for_the_card_here(profile)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)
+    return CoreProcesses(AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args))), _started_since(before)
 
 
 @contextlib.contextmanager
@@ -325,7 +324,7 @@ def set_environment(environment: Mapping[str, str]) -> None:
         os.environ[name] = value
 
 
-def stop_vllm(llm: Any, processes: list[psutil.Process]) -> None:
+def stop_vllm(llm: RunningCore, processes: list[psutil.Process]) -> None:
     """End the engine: by shutdown, then by force.  Blocks for at most a few seconds."""
     try:
         llm.shutdown(timeout=SHUTDOWN_S)

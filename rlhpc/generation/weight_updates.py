@@ -2,19 +2,22 @@
 
 Input: WeightGroup and WeightManifest; output: WeightTiming.  States of an engine's weights:
 
-    whole ──── a version is received whole during decoding and loaded between two steps ("shadow") ────▶ whole
+    whole ──── a version is received whole during decoding, and loaded while sampling stops ("shadow") ─▶ whole
     whole ──── the first buckets are here: sampling stops, buckets are loaded as they arrive ("paused") ▶ arriving
     arriving ─ the last bucket is loaded and every checksum agrees: sampling resumes ─────────────────▶ whole
     arriving ─ anything else ────────────────────────────────────────────────────────────────────────▶ torn
     torn ───── the next version, received in either way, loaded whole ───────────────────────────────▶ whole
 
-Guarantee: no token is sampled while the weights are arriving or torn.  Requests are kept throughout.
+Guarantee: no token is sampled while weights are loaded, arriving or torn.  Requests are kept throughout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import tempfile
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +26,7 @@ import msgspec
 import psutil
 
 from rlhpc.config.rules import Config
+from rlhpc.generation.vllm_core import RunningCore
 from rlhpc.generation.vllm_start import device_here, num_gpus_here
 from rlhpc.generation.worker_extension import BUSY, DONE, READY, TORN
 from rlhpc.metrics.meters import BusyClock
@@ -36,31 +40,26 @@ from rlhpc.weights.checksums import joined
 #
 # Keep vLLM paused while at least one holder wants it paused.
 #
-# Input: holds and releases, each under its holder's name.  Output: calls of pause_generation and resume_generation.
+# Input: holds and releases, each under its holder's name.  Output: calls of pause and resume.
 # Requests are kept.  Guarantee: nothing is sampled between a hold that has returned and the release of the same name.
 
 
 class PauseSwitch:
     """The names of the holders that keep an engine paused."""
 
-    def __init__(self, llm: Any, call: Callable[[Any], Awaitable[Any]], busy: BusyClock) -> None:
+    def __init__(self, llm: RunningCore, call: Callable[[Any], Awaitable[Any]], busy: BusyClock) -> None:
         """call: awaits a call of vLLM and maps its errors."""
         self._llm, self._call, self._busy = llm, call, busy
         self._holders: set[str] = set()
         self._is_paused = False
         self._changing = asyncio.Lock()
 
-    @property
-    def is_paused(self) -> bool:
-        """True if vLLM was asked to pause, and has paused."""
-        return self._is_paused
-
     async def hold(self, name: str) -> None:
         """Pause after the current step.  Idempotent."""
         async with self._changing:
             self._holders.add(name)
             if not self._is_paused:
-                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+                await self._call(self._llm.pause())
                 self._is_paused = True
                 self._busy.pause()
 
@@ -69,7 +68,7 @@ class PauseSwitch:
         async with self._changing:
             self._holders.discard(name)
             if self._is_paused and not self._holders:
-                await self._call(self._llm.resume_generation())
+                await self._call(self._llm.resume())
                 self._is_paused = False
                 self._busy.resume()
 
@@ -142,14 +141,48 @@ def _limit(directory: Path, limit_name: str, used_name: str) -> list[tuple[int, 
 
 
 log = logging.getLogger("rlhpc.generation")
-POLL_S = (0.002, 0.05)  # polling intervals of workers: first, and longest
-POLL_PAUSED_S = (0.001, 0.005)  # while nothing is sampled
-DRAIN_S = 0.02  # outputs that left the engine before a pause reach their requests within this
+NOTICE_S = 1.0  # then workers are asked though none has given notice: one may have died
 UPDATE = "update"  # holder name of the pause
 BEGUN = [(BUSY, "")]  # the state of a worker that was just resumed
 
-Counts = dict[str, int] | None
 Result = TypeVar("Result")
+
+
+class WorkerNotices:
+    """A named pipe into which a worker writes a byte when it has something new to say.
+
+    Workers cannot be awaited: a call of one that does not return at once stands in the way of the next decoding step,
+    and one that is repeated every few milliseconds costs each step in between.
+    """
+
+    def __init__(self) -> None:
+        """Make the pipe; the event loop that runs reads it."""
+        self._directory = Path(tempfile.mkdtemp(prefix="rlhpc-notices-"))
+        self.pipe = self._directory / "pipe"
+        os.mkfifo(self.pipe, 0o600)
+        self._descriptor = os.open(self.pipe, os.O_RDWR | os.O_NONBLOCK)
+        self._have_come = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._read)
+
+    async def next(self) -> None:
+        """Return when one has come since the last call, or after NOTICE_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NOTICE_S):
+                await self._have_come.wait()
+        self._have_come.clear()
+
+    def close(self) -> None:
+        """Notices of workers go nowhere from now on."""
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.pipe.unlink()
+        self._directory.rmdir()
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._descriptor, 4096)
+        self._have_come.set()
 
 
 class WeightUpdates:
@@ -157,32 +190,32 @@ class WeightUpdates:
 
     def __init__(
         self,
-        llm: Any,
+        llm: RunningCore,
         call: Callable[[Any], Awaitable[Any]],
         switch: PauseSwitch,
-        adopt: Callable[[int, Counts], Awaitable[None]],
+        adopt: Callable[[int, dict[str, int]], Awaitable[None]],
         *,
         config: Config,
         clock: Clock,
     ) -> None:
-        """call: awaits a call of vLLM; raises EngineError.  adopt: records a version that is loaded from now on."""
+        """call: awaits a call of vLLM; raises EngineError.
+
+        adopt: records a version that is loaded from now on, given the number of tokens of each request that has one.
+        """
         self._llm, self._call, self._switch, self._adopt = llm, call, switch, adopt
         self._config, self._clock = config, clock
         self._updating = asyncio.Lock()
         self._staging = ""  # chosen when the size of the model is known, and kept
-        self._has_spans = hasattr(llm, "update_weight_version")
-        self.pauses_to_load = False
+        self._notices = WorkerNotices()
         self._has_told_way = False
         self.num_preemptions = 0  # of requests, up to the last version
         self.is_torn = False  # the model is neither an old version nor a new one
-        self.adopted = asyncio.Event()  # cleared while a load is under way that this side has not recorded yet
-        self.adopted.set()
 
     async def join(self, group: WeightGroup, member: str) -> None:
         """Join the group while decoding continues.  Raises GroupFailed."""
         async with self._updating:
-            timeout_s = self._config.weights.timeout_s
-            begun = await self._rpc("rlhpc_begin_join", msgspec.json.encode(group).decode(), member, timeout_s)
+            encoded, timeout_s = msgspec.json.encode(group).decode(), self._config.weights.timeout_s
+            begun = await self._rpc("rlhpc_begin_join", encoded, member, timeout_s, str(self._notices.pipe))
             await self._reached(DONE, begun, f"epoch {group.epoch}")
 
     async def receive(self, manifest: WeightManifest) -> WeightTiming:
@@ -208,22 +241,17 @@ class WeightUpdates:
         """Leave the group; a version that is arriving is abandoned."""
         await self._rpc("rlhpc_leave")
 
+    def close(self) -> None:
+        """The engine ends."""
+        self._notices.close()
+
     async def _load_shadow(self, version: int) -> float:
         """Load what was received whole.  Returns the seconds in which no token could be sampled."""
-        pauses, began = self.pauses_to_load and not self._switch.is_paused, self._clock()
-        if pauses:
-            await self._switch.hold(UPDATE)
-            await asyncio.sleep(DRAIN_S)
-        self.adopted.clear()
-        try:
-            # Sent together, so that few steps, if any, run between them; if one fails the engine is dead.
-            loaded, preemptions, *_ = await asyncio.gather(self._rpc("rlhpc_load"), *self._calls_that_follow(version))
-            self.num_preemptions = max(preemptions)
-            await self._become(version, loaded[0][1])
-        finally:
-            self.adopted.set()
-        await self._switch.release(UPDATE)
-        pause_s = self._clock() - began if pauses else max(float(seconds) for seconds, _ in loaded)
+        began = self._clock()
+        await self._switch.hold(UPDATE)
+        await self._rpc("rlhpc_load")  # if it fails the engine is dead
+        await self._become(version)
+        pause_s = self._clock() - began
         if not self._has_told_way:
             self._has_told_way = True
             log.info("weights are loaded by %s", "; ".join(sorted(set(await self._rpc("rlhpc_way_of_loading")))))
@@ -238,27 +266,21 @@ class WeightUpdates:
         await self._switch.hold(UPDATE)
         self.is_torn = True
         try:
-            counts, _ = await asyncio.gather(self._rpc("rlhpc_permit"), asyncio.sleep(DRAIN_S))
-            await self._reached(DONE, BEGUN, name, POLL_PAUSED_S)
+            await self._rpc("rlhpc_permit")
+            await self._reached(DONE, BEGUN, name)
         except (TornWeights, GroupFailed) as error:
             raise TornWeights(self._with_state(error)) from error
-        preemptions, *_ = await asyncio.gather(*self._calls_that_follow(version))
-        self.num_preemptions = max(preemptions)
-        await self._become(version, counts[0])
-        await self._switch.release(UPDATE)
+        await self._become(version)
         return self._clock() - began
 
-    async def _become(self, version: int, counts: Counts) -> None:
+    async def _become(self, version: int) -> None:
+        """Sampling has stopped and the version is loaded: record it and go on."""
         self.is_torn = False
-        await self._adopt(version, counts)
-
-    def _calls_that_follow(self, version: int) -> list[Awaitable[Any]]:
-        calls: list[Awaitable[Any]] = [self._rpc("rlhpc_num_preemptions")]
-        if self._has_spans:
-            calls.append(self._call(self._llm.update_weight_version(str(version))))
+        self.num_preemptions = max(await self._rpc("rlhpc_num_preemptions"))
         if self._config.generation.recompute_kv:
-            calls.append(self._call(self._llm.reset_prefix_cache(reset_running_requests=True)))
-        return calls
+            await self._call(self._llm.recompute())
+        await self._adopt(version, await self._call(self._llm.counts()))
+        await self._switch.release(UPDATE)
 
     def _chosen_staging(self, manifest: WeightManifest) -> str:
         if not self._staging:
@@ -274,12 +296,10 @@ class WeightUpdates:
     def _with_state(self, error: Exception) -> str:
         return f"{error}; no token is sampled before a whole version has arrived" if self.is_torn else str(error)
 
-    async def _reached(self, wanted: str, states: list[Any], what: str, poll_s: tuple[float, float] = POLL_S) -> None:
-        """Poll the workers until all have reached the state.  Raises TornWeights or GroupFailed if one failed."""
-        interval, longest = poll_s
+    async def _reached(self, wanted: str, states: list[Any], what: str) -> None:
+        """Await the state on every worker.  Raises TornWeights or GroupFailed if one failed."""
         while any(state == BUSY for state, _ in states):
-            await asyncio.sleep(interval)
-            interval = min(interval * 1.5, longest)
+            await self._notices.next()
             states = await self._rpc("rlhpc_poll")
         for state, message in states:
             if state not in (wanted, DONE):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -62,8 +62,9 @@ class PreemptionCount:
 #     paused   the first bucket is received while the worker decodes; then the link is READY and waits for permission.
 #              The engine stops sampling and permits: every bucket is loaded as it arrives, in this thread
 #
-# One task at a time; a task is started, polled, and its outcome stays until the next one is started.
-# Guarantee: before permission nothing of the model is touched.  Knows nothing of vLLM.
+# One task at a time; a task is started, gives notice when it is READY and when it has ended, is polled then, and its
+# outcome stays until the next one is started.  Guarantee: before permission nothing of the model is touched.  Knows
+# nothing of vLLM.
 
 
 BUSY, READY, DONE, FAILED, TORN = "busy", "ready", "done", "failed", "torn"
@@ -71,17 +72,36 @@ LOOK_S = 0.1  # between two checks of the publisher
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
+def write_notice(pipe: str) -> None:
+    """Write a byte into a named pipe, unless nobody reads it any more or it is full: then there are others in it."""
+    with suppress(OSError):
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(descriptor, b"!")
+        finally:
+            os.close(descriptor)
+
+
 class WeightLink:
     """A WeightReceiver and the thread that waits for it."""
 
-    def __init__(self, receiver: WeightReceiver, scope: DeviceScope, shadow: HostShadow, *, permit_s: float) -> None:
+    def __init__(
+        self,
+        receiver: WeightReceiver,
+        scope: DeviceScope,
+        shadow: HostShadow,
+        *,
+        permit_s: float,
+        give_notice: Callable[[], None] = lambda: None,
+    ) -> None:
         """The link owns the receiver from now on; its thread works on the scope's device and stream.
 
         shadow: memory in which versions are received whole; it outlives the link.
         permit_s: how long a version that is ready waits for permission.
+        give_notice: called in the thread when there is something new to poll.
         """
         self._receiver, self._scope, self._shadow = receiver, scope, shadow
-        self._permit_s = permit_s
+        self._permit_s, self._give_notice = permit_s, give_notice
         self._thread: threading.Thread | None = None
         self._outcome: tuple[str, str] = (DONE, "")
         self._is_ready = False
@@ -114,8 +134,8 @@ class WeightLink:
 
     def poll(self) -> tuple[str, str]:
         """(state, message): BUSY, READY, DONE, TORN (weights damaged) or FAILED (anything else)."""
-        if self._thread is not None and self._thread.is_alive():
-            return (READY if self._is_ready and not self._permission.is_set() else BUSY), ""
+        if self._outcome[0] == BUSY and self._is_ready and not self._permission.is_set():
+            return READY, ""
         return self._outcome
 
     def take(self) -> NamedTensors:
@@ -134,6 +154,7 @@ class WeightLink:
         with closing(self._receiver.receive(manifest, fresh_blocks(manifest))) as arriving:
             first = list(itertools.islice(arriving, 1))
             self._is_ready = True
+            self._give_notice()
             self._await_permission()
             if self._is_given_up:
                 raise GroupFailed("cancelled: nothing was loaded")
@@ -167,7 +188,7 @@ class WeightLink:
             yield tensor
 
     def _start(self, task: Callable[[], None]) -> tuple[str, str]:
-        if self._thread is not None and self._thread.is_alive():
+        if self._outcome[0] == BUSY:
             return FAILED, "the previous task of this member has not ended"  # to wait here would stop decoding
         self._outcome, self._is_ready, self._is_given_up = (BUSY, ""), False, False
         self._permission.clear()
@@ -176,17 +197,20 @@ class WeightLink:
         return self.poll()
 
     def _run(self, task: Callable[[], None]) -> None:
+        self._outcome = self._done(task)
+        self._give_notice()
+
+    def _done(self, task: Callable[[], None]) -> tuple[str, str]:
         try:
             with self._scope.entered():
                 task()
         except TornWeights as error:
-            self._outcome = (TORN, str(error))
+            return TORN, str(error)
         except RlhpcError as error:
-            self._outcome = (FAILED, str(error))
+            return FAILED, str(error)
         except Exception as error:  # noqa: BLE001 - whatever ends the thread must reach poll(), or its caller never ends
-            self._outcome = (FAILED, repr(error))
-        else:
-            self._outcome = (DONE, "")
+            return FAILED, repr(error)
+        return DONE, ""
 
 
 # ----------------------------------------------------------------------------------------------------- worker extension
@@ -206,7 +230,6 @@ class WeightUpdateExtension:
         vllm_config: Any
 
     _rlhpc_preemptions: PreemptionCount | None = None
-    _rlhpc_counter: Callable[[], dict[str, int]] | None = None
     _rlhpc_link: WeightLink | None = None
     _rlhpc_scope: DeviceScope | None = None  # this and the next three are made once, at the first join
     _rlhpc_shadow: HostShadow
@@ -236,16 +259,11 @@ class WeightUpdateExtension:
         """Requests that were thrown out of the KV cache since rlhpc_follow_parent."""
         return self._rlhpc_preemptions.total if self._rlhpc_preemptions is not None else 0
 
-    def rlhpc_counts_tokens(self) -> bool:
-        """True if rlhpc_load can say how many tokens each request had."""
-        return isinstance(getattr(self.model_runner, "requests", None), dict)
+    def rlhpc_begin_join(self, group_json: str, member: str, timeout_s: float, notices: str) -> tuple[str, str]:
+        """Start joining a membership epoch, after leaving the previous one.  Returns what rlhpc_poll would.
 
-    def rlhpc_count_with(self, counter: Callable[[], dict[str, int]]) -> None:
-        """Set who counts tokens: what steps this worker in its own process knows all requests, also those not begun."""
-        self._rlhpc_counter = counter
-
-    def rlhpc_begin_join(self, group_json: str, member: str, timeout_s: float) -> tuple[str, str]:
-        """Start joining a membership epoch, after leaving the previous one.  Returns what rlhpc_poll would."""
+        notices: a named pipe for a byte whenever rlhpc_poll has something new to say.
+        """
         self.rlhpc_leave()
         group = msgspec.json.decode(group_json, type=WeightGroup)
         if self._rlhpc_scope is None:
@@ -255,7 +273,13 @@ class WeightUpdateExtension:
             model = self.model_runner.get_model()
             self._rlhpc_reload = WeightReload(model, self.vllm_config, self.model_config, self.device)
         receiver = make_receiver(group.transport, device=str(self._rlhpc_scope.device), timeout_s=timeout_s)
-        self._rlhpc_link = WeightLink(receiver, self._rlhpc_scope, self._rlhpc_shadow, permit_s=timeout_s)
+        self._rlhpc_link = WeightLink(
+            receiver,
+            self._rlhpc_scope,
+            self._rlhpc_shadow,
+            permit_s=timeout_s,
+            give_notice=functools.partial(write_notice, notices),
+        )
         return self._rlhpc_link.begin_join(group, group.first_rank(member) + self.rank)
 
     def rlhpc_begin_receive(self, manifest_json: str, staging: str) -> tuple[str, str]:
@@ -271,44 +295,29 @@ class WeightUpdateExtension:
         """State and message of what was begun last."""
         return NO_GROUP if self._rlhpc_link is None else self._rlhpc_link.poll()
 
-    def rlhpc_load(self) -> tuple[float, dict[str, int] | None]:
-        """Load the shadow.  Must run between two steps; if it raises the model is neither old nor new.
-
-        Returns the seconds it took, and vLLM's request id → number of tokens sampled so far (None where unknown):
-        tokens from that number on are the new weights'.
-        """
-        began = time.monotonic()
+    def rlhpc_load(self) -> None:
+        """Load the shadow.  Must run while nothing is sampled; if it raises the model is neither old nor new."""
         if self._rlhpc_link is None:
             raise GroupFailed(NO_GROUP[1])
         weights = self._rlhpc_link.take()
-        counts = self._rlhpc_num_tokens()
         with self._rlhpc_loading:
             self._rlhpc_reload.load(weights)
         self._rlhpc_finish_kernels()
-        return time.monotonic() - began, counts
 
     def rlhpc_way_of_loading(self) -> str:
         """How versions are loaded that come whole; "" before the first."""
         return self._rlhpc_reload.way
 
-    def rlhpc_permit(self) -> dict[str, int] | None:
-        """Sampling has stopped: load what is ready as it arrives.  Returns the counts of rlhpc_load."""
+    def rlhpc_permit(self) -> None:
+        """Sampling has stopped: load what is ready as it arrives."""
         self._rlhpc_finish_kernels()
         if self._rlhpc_link is not None:
             self._rlhpc_link.permit()
-        return self._rlhpc_num_tokens()
 
     def rlhpc_give_up(self) -> None:
         """Another worker of this engine failed: let the rest of the version pass."""
         if self._rlhpc_link is not None:
             self._rlhpc_link.give_up()
-
-    def _rlhpc_num_tokens(self) -> dict[str, int] | None:
-        if self._rlhpc_counter is not None:
-            return self._rlhpc_counter()
-        if not self.rlhpc_counts_tokens():
-            return None
-        return {key: len(state.output_token_ids) for key, state in self.model_runner.requests.items()}
 
     def _rlhpc_load_arriving(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         with self._rlhpc_loading:  # an abandoned task may not have ended: the next one waits for it

@@ -204,8 +204,7 @@ class VllmSubject(Subject):
 
     async def num_tokens(self) -> list[int]:
         assert isinstance(self.engine, VllmEngine)
-        counts = (await self.engine._llm.collective_rpc("_rlhpc_num_tokens"))[0]
-        return sorted(counts.values())
+        return sorted((await self.engine._llm.counts()).values())
 
     def break_core(self) -> None:
         """Where it runs on a thread of this process: its next step fails."""

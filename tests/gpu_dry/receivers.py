@@ -21,20 +21,16 @@ def receivers() -> dict[str, Receivers]:
     """By file."""
     nothing: dict[str, Any] = {}
     return {
-        "rlhpc/generation/vllm_engine.py": Receivers(
+        "rlhpc/generation/vllm_core.py": Receivers(
             {
                 "self._llm": LLM,
-                "llm": LLM,
-                "self._llm.vllm_config": ("vllm.config.VllmConfig",),
                 "output": ("vllm.outputs.RequestOutput",),
                 "completion": COMPLETION,
             },
             nothing,
         ),
-        "rlhpc/generation/weight_updates.py": Receivers({"self._llm": LLM}, nothing),
         "rlhpc/generation/vllm_start.py": Receivers(
             {
-                "llm": LLM,
                 "vllm_config": ("vllm.config.VllmConfig",),
                 "vllm_config.model_config": ("vllm.config.ModelConfig",),
                 "cache": ("vllm.config.CacheConfig",),

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from vllm.v1.core.sched.interface import PauseState
 
 from rlhpc.data.tokenizer import StopSearch
 from rlhpc.generation import vllm_core
-from rlhpc.generation.vllm_core import CoreDied, CoreThread, FinishedSample
+from rlhpc.generation.vllm_core import OF_ASYNC_LLM, CoreDied, CoreProcesses, CoreThread, FinishedSample, require
+from rlhpc.protocol.errors import EngineError
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -29,13 +31,15 @@ class CountingCore:
         self.scheduler = self
         self.requests: dict[str, list[int]] = {}  # id → [tokens to go]
         self.num_steps = 0
-        self.loads: list[tuple[int, dict[str, int]]] = []  # steps before it, and what the counter said
-        self.counter: Any = None
+        self.is_paused = False
         self.is_down = False
         self.thread = threading.current_thread()
 
     def has_requests(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests) and not self.is_paused
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.is_paused = state is PauseState.PAUSED_ALL
 
     def preprocess_add_request(self, request: tuple[str, int]) -> tuple[tuple[str, int], int]:
         return request, 0
@@ -71,13 +75,9 @@ class CountingCore:
         pass
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        if method == "count_with":
-            (self.counter,) = args
-        elif method == "load":
-            self.loads.append((self.num_steps, self.counter()))
-        elif method == "fail":
+        if method == "fail":
             raise KeyError("no such method")
-        return [len(self.loads)]
+        return [self.num_steps]
 
     def shutdown(self) -> None:
         self.is_down = True
@@ -86,7 +86,6 @@ class CountingCore:
 @pytest_asyncio.fixture
 async def thread() -> AsyncIterator[CoreThread]:
     made = CoreThread(None, CountingCore, lambda prompt, params, request_id, priority: (request_id, params))
-    await made.count_for("count_with")
     yield made
     made.shutdown(PATIENCE_S)
 
@@ -99,9 +98,7 @@ def core_of(thread: CoreThread) -> CountingCore:
 
 async def sample(thread: CoreThread, request_id: str, num_tokens: int) -> FinishedSample:
     prompt = {"prompt_token_ids": [1, 2], "cache_salt": ""}
-    async for output in thread.generate(prompt, num_tokens, request_id):
-        return output
-    raise AssertionError("no output")
+    return await thread.sample(prompt, num_tokens, request_id)
 
 
 def numbers(token_ids: Sequence[int]) -> str:
@@ -109,7 +106,7 @@ def numbers(token_ids: Sequence[int]) -> str:
 
 
 async def test_of_a_step_with_several_tokens_those_behind_a_stop_string_are_dropped() -> None:
-    taking = vllm_core._Sample([1], asyncio.get_running_loop().create_future(), StopSearch(numbers, ["7."]))
+    taking = vllm_core._Sample(1, asyncio.get_running_loop().create_future(), StopSearch(numbers, ["7."]))
     logprobs = SimpleNamespace(logprobs=np.asarray([[-1.0], [-2.0], [-3.0]], np.float32))
     output = SimpleNamespace(
         new_token_ids=[6, 7, 8], new_logprobs=logprobs, new_prompt_logprobs_tensors=None, finish_reason="length"
@@ -118,19 +115,21 @@ async def test_of_a_step_with_several_tokens_those_behind_a_stop_string_are_drop
     assert (taking.token_ids, taking.logprobs) == ([6, 7], [-1.0, -2.0])
 
 
-async def test_at_a_load_the_tokens_of_every_request_are_counted_begun_or_not_and_ended_or_not(
-    thread: CoreThread,
-) -> None:
+async def test_while_it_is_paused_the_tokens_of_every_request_are_counted(thread: CoreThread) -> None:
     running = [asyncio.create_task(sample(thread, f"r{n}", 1 + 37 * n % 400)) for n in range(60)]
+    loads = list[tuple[int, dict[str, int]]]()  # steps before it, and what was counted
     for _ in range(40):
         await asyncio.sleep(0)
-        await thread.collective_rpc("load")
-    tokens = {f"r{n}": (await task).outputs[0].token_ids for n, task in enumerate(running)}
-    loads = core_of(thread).loads
-    assert len(loads) == 40
+        await thread.pause()
+        (before,) = await thread.collective_rpc("load")
+        counts = await thread.counts()
+        assert await thread.collective_rpc("load") == [before]
+        loads.append((before, counts))
+        await thread.resume()
+    tokens = {f"r{n}": (await task).completion.token_ids for n, task in enumerate(running)}
     for num_steps, counts in loads:
         assert counts == {name: sum(step < num_steps for step in tokens[name]) for name in counts}
-        for name in tokens.keys() - counts.keys():  # nobody waits for it any more, or nobody has asked for it yet
+        for name in tokens.keys() - counts.keys():  # it has ended, or has not begun
             assert tokens[name][-1] < num_steps or tokens[name][0] >= num_steps
 
 
@@ -150,7 +149,7 @@ async def test_what_ended_before_a_call_has_ended_when_the_call_returns(thread: 
 async def test_an_error_of_a_call_reaches_its_caller_and_nobody_else(thread: CoreThread) -> None:
     with pytest.raises(KeyError):
         await thread.collective_rpc("fail")
-    assert len((await sample(thread, "r", 2)).outputs[0].token_ids) == 2
+    assert len((await sample(thread, "r", 2)).completion.token_ids) == 2
 
 
 async def test_a_step_that_fails_fails_all_that_is_asked_and_all_that_will_be(thread: CoreThread) -> None:
@@ -204,3 +203,73 @@ async def test_a_process_that_exits_waits_for_the_step_that_is_under_way() -> No
     done = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     said, _ = await done.communicate()
     assert (said, done.returncode) == (b"torn down\n", 0)
+
+
+# ---------------------------------------------------------------------------------------------------- core in processes
+
+
+class FrontEnd:
+    """What is called of AsyncLLM: outputs of steps come in a queue, and a task of its own gives them to requests."""
+
+    def __init__(self) -> None:
+        self.engine_core = self.output_processor = self
+        self.outputs_queue: asyncio.Queue[dict[str, list[int]]] = asyncio.Queue()
+        self.request_states: dict[str, Any] = {}
+        self.external_req_ids: dict[str, list[str]] = {}
+        self.ended: dict[str, asyncio.Future[list[int]]] = {}
+        self.vllm_config, self.errored, self.dead_error = None, False, RuntimeError("the core is dead")
+        self.handing_out: asyncio.Task[None] | None = None
+
+    async def get_output_async(self) -> dict[str, list[int]]:
+        return await self.outputs_queue.get()
+
+    async def generate(self, prompt: Any, params: int, request_id: str, *, priority: int) -> AsyncIterator[Any]:
+        name = f"{request_id}-suffix"
+        detokenizer = SimpleNamespace(output_token_ids=list[int](), limit=params)
+        self.request_states[name] = SimpleNamespace(detokenizer=detokenizer)
+        self.external_req_ids[request_id] = [name]
+        self.ended[name] = asyncio.get_running_loop().create_future()
+        self.handing_out = self.handing_out or asyncio.create_task(self._hand_out())
+        flat = SimpleNamespace(logprobs=[], start_indices=[])
+        completion = SimpleNamespace(token_ids=await self.ended[name], logprobs=flat, finish_reason="length")
+        yield SimpleNamespace(outputs=[completion], prompt_token_ids=[1, 2], prompt_logprobs=None)
+
+    async def _hand_out(self) -> None:
+        while True:
+            for name, tokens in (await self.engine_core.get_output_async()).items():
+                await asyncio.sleep(0)  # as between vLLM's chunks
+                detokenizer = self.request_states[name].detokenizer
+                detokenizer.output_token_ids.extend(tokens)
+                if len(detokenizer.output_token_ids) >= detokenizer.limit:
+                    del self.request_states[name], self.external_req_ids[name.removesuffix("-suffix")]
+                    self.ended[name].set_result(detokenizer.output_token_ids)
+
+    abort = collective_rpc = pause_generation = resume_generation = reset_prefix_cache = shutdown = None
+
+
+async def test_what_left_the_core_before_a_pause_is_counted_though_the_front_end_has_not_seen_it_yet() -> None:
+    llm = FrontEnd()
+    core = CoreProcesses(llm)
+    assert await core.counts() == {}
+    prompt = {"prompt_token_ids": [1, 2], "cache_salt": ""}
+    running = [asyncio.create_task(core.sample(prompt, 3 + n, f"r{n}")) for n in range(9)]
+    await asyncio.sleep(0)
+    for num_steps in range(1, 12):
+        llm.outputs_queue.put_nowait({name: [num_steps] for name in llm.request_states})
+        left = [task for n, task in enumerate(running) if 3 + n > num_steps]
+        assert await core.counts() == {f"r{9 - len(left) + n}": num_steps for n in range(len(left))}
+        assert [task for task in running if not task.done()] == left
+    assert [len((await task).completion.token_ids) for task in running] == list(range(3, 12))
+    assert core.num_tokens("r0") == 0
+    llm.outputs_queue.put_nowait({})
+    llm.errored = True
+    with pytest.raises(RuntimeError, match="the core is dead"):
+        await core.counts()
+
+
+async def test_a_vllm_that_lacks_something_is_refused_by_version_and_name() -> None:
+    llm = FrontEnd()
+    require(OF_ASYNC_LLM, of=llm, called="AsyncLLM")
+    del llm.external_req_ids, llm.outputs_queue
+    with pytest.raises(EngineError, match=r"vLLM 0\.\S+ has no .*outputs_queue, AsyncLLM.*external_req_ids: without"):
+        CoreProcesses(llm)

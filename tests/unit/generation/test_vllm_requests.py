@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +14,12 @@ from rlhpc.generation.vllm_requests import (
     end_of_sequence_ids,
     rollout_of,
     sample_seed,
-    versions_of_spans,
 )
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import FinishReason, Prefix, RolloutRequest
 from tests import build
 
 # --------------------------------------------------------------------------------------------------- versions of tokens
-
-
-@dataclass
-class Span:
-    version: str
-    start: int
-    end: int
 
 
 @pytest.mark.parametrize(
@@ -38,55 +29,13 @@ class Span:
         ([(4, 2)], [3, 3]),  # after the last token
         ([(4, 1), (5, 1)], [3, 5, 5]),  # both between two tokens: the later one counts
         ([(4, 0)], [4, 4]),  # the request had not begun
-        ([(4, None)], None),  # the worker does not know the request
     ],
 )
-def test_tokens_from_the_change_on_are_the_new_weights(
-    changes: list[tuple[int, int | None]], expected: list[int] | None
-) -> None:
+def test_tokens_from_the_change_on_are_the_new_weights(changes: list[tuple[int, int]], expected: list[int]) -> None:
     record = VersionRecord(3)
     for version, num_before in changes:
         record.weights_changed(version, num_before)
-    found = record.versions(2 if expected is None else len(expected))
-    assert (None if found is None else found.tolist()) == expected
-
-
-@pytest.mark.parametrize(
-    ("told", "agrees"),
-    [
-        ([3, 3, 4, 4, 5, 5], True),  # exactly
-        ([3, 3, 3, 4, 4, 5], True),  # each change a token late
-        ([3, 3, 3, 3, 3, 5], True),  # so late that one was never named
-        ([3, 3, 3, 3, 3, 3], True),
-        ([3, 4, 4, 4, 5, 5], False),  # a token early
-        ([4, 4, 4, 4, 5, 5], False),
-        ([3, 3, 5, 5, 4, 4], False),  # in another order
-        ([3, 3, 4, 4, 6, 6], False),  # a version nobody has loaded
-        ([2, 3, 4, 4, 5, 5], False),
-    ],
-)
-def test_spans_may_tell_of_a_change_late_but_neither_early_nor_of_another(told: list[int], agrees: bool) -> None:
-    record = VersionRecord(3)
-    record.weights_changed(4, 2)
-    record.weights_changed(5, 4)
-    assert record.agrees_with(np.array(told, np.int32)) == agrees
-
-
-def test_a_late_name_for_weights_that_were_there_from_the_start_is_no_contradiction() -> None:
-    record = VersionRecord(3)
-    record.weights_changed(4, 0)
-    assert record.agrees_with(np.array([3, 3, 4], np.int32))
-
-
-def test_spans_become_one_version_per_token() -> None:
-    assert versions_of_spans([Span("3", 0, 2), Span("4", 2, 3)], 3).tolist() == [3, 3, 4]
-    assert versions_of_spans([], 0).tolist() == []
-
-
-@pytest.mark.parametrize("spans", [[], [Span("3", 0, 2)], [Span("3", 1, 3)], [Span("3", 0, 1), Span("4", 2, 3)]])
-def test_spans_with_a_gap_are_refused(spans: list[Span]) -> None:
-    with pytest.raises(ValueError, match="weight spans"):
-        versions_of_spans(spans, 3)
+    assert record.versions(len(expected)).tolist() == expected
 
 
 # ----------------------------------------------------------------------------------------------------- finished request

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.generation.weight_updates import PauseSwitch, WeightUpdates, choose_staging, free_host_bytes
-from rlhpc.generation.worker_extension import BUSY, DONE, FAILED, READY, TORN, WeightLink
+from rlhpc.generation.weight_updates import PauseSwitch, WeightUpdates, WorkerNotices, choose_staging, free_host_bytes
+from rlhpc.generation.worker_extension import BUSY, DONE, FAILED, READY, TORN, WeightLink, write_notice
 from rlhpc.metrics.meters import BusyClock
 from rlhpc.protocol.contracts import Allocate, WeightReceiver
 from rlhpc.protocol.errors import GroupFailed, TornWeights
@@ -321,17 +321,21 @@ class OneWorker:
         if method == "rlhpc_load":
             self.is_loading.set()
             await self.may_end.wait()
-            return [(0.0, None)]
-        if method == "rlhpc_poll":
+            return [None]
+        if method == "rlhpc_permit":
             self.is_loading.set()
+        if method == "rlhpc_poll":
             return [(self.outcome, "the publisher is gone") if self.may_end.is_set() else (BUSY, "")]
         return [answers[method]]
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause(self) -> None:
         pass
 
-    async def resume_generation(self) -> None:
+    async def resume(self) -> None:
         pass
+
+    async def counts(self) -> dict[str, int]:
+        return {}
 
 
 async def call(work: Awaitable[Any]) -> Any:
@@ -339,7 +343,7 @@ async def call(work: Awaitable[Any]) -> Any:
 
 
 def updates_of(llm: OneWorker, staging: str, adopted: list[int]) -> WeightUpdates:
-    async def adopt(version: int, _counts: dict[str, int] | None) -> None:
+    async def adopt(version: int, _counts: dict[str, int]) -> None:
         adopted.append(version)
 
     config = build.config(weights={"staging": staging})
@@ -361,9 +365,28 @@ async def test_who_is_cancelled_while_weights_are_loaded_ends_cancelled_and_the_
         receiving.cancel()
         await asyncio.sleep(0.01)
     llm.may_end.set()
+    write_notice(str(updates._notices.pipe))
     await asyncio.wait({receiving}, timeout=PATIENCE_S)
+    updates.close()
     assert receiving.cancelled()
     assert (adopted, updates.is_torn) == (([], True) if outcome == TORN else ([7], False))
+
+
+async def test_a_worker_is_asked_when_it_gives_notice_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhpc.generation.weight_updates.NOTICE_S", PATIENCE_S)
+    notices = WorkerNotices()
+    pipe = str(notices.pipe)
+    waiting = asyncio.create_task(notices.next())
+    done, _ = await asyncio.wait({waiting}, timeout=0.05)
+    assert not done
+    for _ in range(3):  # before the next call: one notice is as good as three
+        write_notice(pipe)
+    await asyncio.wait_for(waiting, PATIENCE_S)
+    write_notice(pipe)
+    await asyncio.wait_for(notices.next(), PATIENCE_S)
+    notices.close()
+    write_notice(pipe)  # nobody reads it: no error
+    assert not notices.pipe.parent.exists()
 
 
 # --------------------------------------------------------------------------------------------------------- pause switch
@@ -376,11 +399,11 @@ class RecordingLlm:
         self.is_paused = False
         self.num_calls = 0
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache, self.is_paused) == ("keep", False, False)
+    async def pause(self) -> None:
+        assert not self.is_paused
         self.is_paused, self.num_calls = True, self.num_calls + 1
 
-    async def resume_generation(self) -> None:
+    async def resume(self) -> None:
         assert self.is_paused
         self.is_paused, self.num_calls = False, self.num_calls + 1
 
@@ -403,7 +426,6 @@ async def test_an_engine_goes_on_when_the_last_one_lets_go_and_nobody_releases_f
     await switch.release("caller")
     await switch.release("caller")
     assert llm.is_paused
-    assert switch.is_paused
     await switch.release("update")
     assert not llm.is_paused
     assert llm.num_calls == 2
