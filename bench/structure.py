@@ -1,7 +1,8 @@
 """Figures of the source tree's structure: how large it is, what ties its rooms, how its documentation begins.
 
 A room is a folder of `launch`, `rlhpc`, `rlhpc/roles` or `rlhpc/training`; in the figures of `rlhpc` each loose file is
-a room, too, since whoever looks for something has to know it by name.
+a room, too, since whoever looks for something has to know it by name.  A way is what a prompt, or a version of the
+weights, passes through: bench/ways.toml lists the functions, and what counts are their files.
 
     python -m bench.structure [DIRECTORY]    a checkout; this one where none is given
 """
@@ -13,6 +14,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +179,29 @@ def figures(root: Path, trees: dict[str, ast.Module]) -> dict[str, str]:
     }
 
 
+def ways(root: Path) -> dict[str, list[str]]:
+    """Name of each way of bench/ways.toml → its files, in the order in which they are entered.
+
+    Raises ValueError for a function that is not there.
+    """
+    found = {}
+    for name, stages in tomllib.loads((root / "bench" / "ways.toml").read_text(encoding="utf-8")).items():
+        places = [place.partition("::")[::2] for stage in stages.values() for place in stage]
+        for file, function in places:
+            if function not in _definitions(root / file):
+                raise ValueError(f"bench/ways.toml, {name}: there is no {function} in {file}")
+        found[name.replace("_", " ")] = list(dict.fromkeys(file for file, _ in places))
+    return found
+
+
+def _definitions(file: Path) -> set[str]:
+    """Names of the functions and classes of a file, and of methods as Class.method."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    top = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, kinds)]
+    inner = {f"{node.name}.{each.name}" for node in top for each in node.body if isinstance(each, kinds)}
+    return inner | {node.name for node in top}
+
+
 def _files(root: Path, folder: str, suffix: str) -> list[Path]:
     listed = subprocess.run(["git", "ls-files", folder], cwd=root, capture_output=True, text=True, check=True).stdout
     return [root / name for name in listed.splitlines() if name.endswith(suffix)]
@@ -207,6 +232,8 @@ def main() -> int:
     num_lines = {name: _num_lines(root, name) for name in trees}
     for name, value in figures(root, trees).items():
         print(f"{name:<44}{value}")
+    for name, files in ways(root).items():
+        print(f"{'files of the way ' + name:<44}{len(files)}")
     for house in HOUSES:
         rooms: dict[str, list[str]] = defaultdict(list)
         for module in trees:
