@@ -42,26 +42,24 @@ from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config.file import config_hash, write_resolved
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import TransportConfig
-from rlhpc.data.curriculum import open_curriculum
+from rlhpc.data.prompts import open_curriculum
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.messages import BATCHES, CONTROL, PublishReport, PublishWeights, StepReport, StopRole, TrainerReady
 from rlhpc.protocol.types import PackedBatch, SamplingParams, TensorSpec, WeightManifest
 from rlhpc.rewards.outcomes import ErrorGate
 from rlhpc.roles.controller.batches import TrainerLink
-from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.leases import ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane
 from rlhpc.roles.controller.recorder import RunRecorder
-from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.run_status import LiveFigures
 from rlhpc.roles.controller.state import ControllerState, Totals
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.weight_sync import Canary, WeightSync, WeightSyncLimits
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.trainer.commands import CommandStream
+from rlhpc.roles.trainer.trainer import CommandStream
 from rlhpc.training.ranks import RankContext, open_process_group
-from rlhpc.transport.client import ZmqBlockingClient
+from rlhpc.transport.channel import ZmqBlockingClient, ZmqServer
 from rlhpc.transport.security import mint_run_keys
-from rlhpc.transport.server import ZmqServer
 from rlhpc.weights.choice import Membership
 from tests.engines.memory_channel import MemoryServer
 

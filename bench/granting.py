@@ -29,7 +29,7 @@ from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.protocol.types import Lease, Prompt, SamplingParams
-from rlhpc.roles.controller.dispatcher import LeaseDispatcher
+from rlhpc.roles.controller.leases import LeaseDispatcher
 
 CAPACITY, GROUP_SIZE = 16, 8
 GROUPS_A_SECOND, DEADLINE_S = 2000, 600.0

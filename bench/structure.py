@@ -232,8 +232,8 @@ def main() -> int:
     num_lines = {name: _num_lines(root, name) for name in trees}
     for name, value in figures(root, trees).items():
         print(f"{name:<44}{value}")
-    for name, files in ways(root).items():
-        print(f"{'files of the way ' + name:<44}{len(files)}")
+    for name, crossed in ways(root).items():
+        print(f"{'files of the way ' + name:<44}{len(crossed)}")
     for house in HOUSES:
         rooms: dict[str, list[str]] = defaultdict(list)
         for module in trees:

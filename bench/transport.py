@@ -39,10 +39,9 @@ from bench.figures import tell
 from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol.messages import LEASES, CancelGroup
 from rlhpc.protocol.types import FinishReason, Rollout, ScoredRollout, Verdict
-from rlhpc.transport.client import ZmqBlockingClient
+from rlhpc.transport.channel import ZmqBlockingClient, ZmqServer
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.security import mint_run_keys
-from rlhpc.transport.server import ZmqServer
 from rlhpc.transport.sockets import contents, pull
 
 DISTINCT = 32  # rollouts that go round

@@ -25,7 +25,7 @@ from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol import messages as m
 from rlhpc.protocol.errors import ProtocolError
 from rlhpc.protocol.messages import CONTROL, TOPOLOGY, ChannelSpec
-from rlhpc.transport.server import ZmqServer
+from rlhpc.transport.channel import ZmqServer
 
 FRIEND = "generator-0"
 

@@ -19,7 +19,7 @@ from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol import messages as m
 from rlhpc.protocol.errors import ChannelError
 from rlhpc.protocol.messages import CONTROL
-from rlhpc.transport.client import ZmqBlockingClient
+from rlhpc.transport.channel import ZmqBlockingClient
 from rlhpc.transport.security import mint_run_keys
 
 ROOT = Path(__file__).parents[2]

@@ -38,7 +38,7 @@ from rlhpc.data.prompt_form import task_of
 from rlhpc.data.record_source import Record
 from rlhpc.protocol.errors import ConfigError, RoleFailed
 from rlhpc.protocol.types import Verdict
-from rlhpc.rewards.frames import DialogueRequest, Turn
+from rlhpc.rewards.outcomes import DialogueRequest, Turn
 from rlhpc.rewards.pool import Judgement, RewardPool, open_pool
 from rlhpc.rewards.registry import BUILT_IN
 

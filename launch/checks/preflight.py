@@ -21,8 +21,8 @@ from rlhpc.base.user_code import look_up
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config.tables_services import LIBRARIES, runs_programs
-from rlhpc.data.curriculum import validate_datasets
 from rlhpc.data.prompt_form import DialogueTemplate
+from rlhpc.data.prompts import validate_datasets
 from rlhpc.data.tokenizer import THINKING_END, PromptTokenizer
 from rlhpc.data.validation import DatasetSummary
 from rlhpc.environments.tools import open_collection

@@ -1,7 +1,12 @@
-"""An endless stream of prompts, in a seeded order that a restart continues.
+"""An endless stream of prompts, in a seeded order that a restart continues, without those that give little signal.
 
-Input: records.  Output: Prompt.  Prompt number n is the (n mod N)-th of epoch n // N over N records; the order of an
-epoch depends on seed and epoch only, so that a cursor is the only state to save.
+    order ──▶ stage ──▶ rest ──▶ chance ──▶ Prompt          a prompt that fails one of them waits for a later epoch
+                └────────┴────────┴── pass rates, of finished groups of versions before the live one
+
+Input: records, and pass rates of finished groups.  Output: Prompt.  Prompt number n of a dataset is the (n mod N)-th of
+epoch n // N over N records; the order of an epoch depends on seed and epoch only, so that a cursor is all to save.
+A curriculum leaves prompts out, and keeps their numbers, which grow from draw to draw; a mixture takes turns between
+datasets.  A restart draws the same prompts, whatever it remembers.
 """
 
 from __future__ import annotations
@@ -10,19 +15,24 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import zlib
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import CurriculumConfig
 from rlhpc.data.prompt_form import DialogueTemplate, PromptForm
 from rlhpc.data.record_source import Record, records_of
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.data.validation import CheckOf, DatasetSummary, summarise
+from rlhpc.data.validation import CheckOf, DatasetSummary, once, summarise
+from rlhpc.protocol.contracts import PromptSource, RecordName
 from rlhpc.protocol.environment import TOOL_SCHEMAS
 from rlhpc.protocol.errors import CheckpointError, DataError
 from rlhpc.protocol.types import Prompt
@@ -249,3 +259,328 @@ def _fingerprint(records: Sequence[Record]) -> str:
         digest.update(json.dumps(record.fields, sort_keys=True, default=str).encode())
         digest.update(b"\n")
     return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------- curriculum
+
+
+_COIN = 1  # tells this stream of random numbers from that of the order
+FIRST_LOOK, LONGEST_LOOK = 64, 65536  # positions examined at once: at first, and at most
+
+
+class Curriculum(PromptSource):
+    """Draws from a seeded order, leaving out by rules; without rules it only remembers."""
+
+    def __init__(self, prompts: SeededPrompts, config: CurriculumConfig, *, seed: int) -> None:
+        """Raises DataError if stages are asked for and a record has no difficulty, or the first stage no record."""
+        self._prompts, self._config, self._seed = prompts, config, seed
+        self._memory = PromptMemory(prompts.num_records, config.newest_weight)
+        self._num_left_out = 0
+        self._stage_of = _stages(prompts, config)
+        self._stage, self._stage_rates = 0, deque[float](maxlen=config.stage_groups)
+        self._coins_of, self._coins_in_order = NEVER, np.empty(0, dtype=np.float64)
+
+    @property
+    def num_records(self) -> int:
+        """Prompts of an epoch in which none is left out."""
+        return self._prompts.num_records
+
+    # ------------------------------------------------------------------------------------------------------- drawing
+
+    def draw(self, live_version: int) -> Prompt:
+        """Return the next prompt that is not left out.  Raises DataError, staying before it, if it makes no prompt."""
+        self._settle(live_version)
+        if self._config.leaves_out:
+            self._go_to(self._next_kept(self._prompts.cursor))
+        return self._prompts.draw()
+
+    def num_rollouts(self, prompt_id: int) -> int:
+        """Rollouts of which one passes with chance `pass_chance`, at most `max_group_size`; 0 for one never asked."""
+        if self._config.max_group_size == "off":
+            return 0
+        rate = float(self._memory.rates[self._prompts.record_index(prompt_id)])
+        return rollouts_for_a_pass(rate, self._config.pass_chance, self._config.max_group_size)
+
+    def draw_again(self, prompt_id: int | None) -> Prompt:
+        """Return a prompt that was drawn before, even if today's memory would leave it out."""
+        if prompt_id is not None:
+            cursor = self._prompts.cursor
+            may_leave_out = self._config.leaves_out or self._num_left_out > 0
+            if prompt_id < cursor or (prompt_id > cursor and not may_leave_out):
+                raise CheckpointError(
+                    f"prompt {prompt_id} was drawn, and the next one is {cursor}: the order of prompts has changed"
+                )
+            self._go_to(prompt_id)
+        return self._prompts.draw()
+
+    def peek(self, prompt_id: int) -> Prompt:
+        """Return a prompt of the order.  Raises DataError for a record that makes none."""
+        return self._prompts.peek(prompt_id)
+
+    def record_of(self, prompt_id: int) -> RecordName:
+        """Name the record by its place in the dataset."""
+        return RecordName(str(self._prompts.record_index(prompt_id)), self._prompts.source(prompt_id))
+
+    def validate(self, check_of: CheckOf | None = None) -> DatasetSummary:
+        """Make every prompt and reference once, without drawing.  Raises DataError as SeededPrompts.validate."""
+        return self._prompts.validate(check_of)
+
+    # ------------------------------------------------------------------------------------------------------ learning
+
+    def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
+        """Remember what a finished group says of its prompt."""
+        record, epoch = self._prompts.record_index(prompt_id), prompt_id // self._prompts.num_records
+        self._memory.learn(PromptOutcome(group_id, admitted_version, record, epoch, pass_rate))
+
+    def figures(self) -> dict[str, float]:
+        """Figures of the whole dataset, by name of the metric."""
+        newest = self._memory.newest
+        known = newest[~np.isnan(newest)]
+        share = 1 / max(1, len(known))
+        return {
+            "prompt/known_share": len(known) / len(newest),
+            "prompt/pass_rate_mean": float(known.sum(dtype=np.float64)) * share,
+            "prompt/solved_share": float((known >= np.float32(self._config.solved_at)).sum()) * share,
+            "prompt/hopeless_share": float((known <= np.float32(self._config.hopeless_at)).sum()) * share,
+            "prompt/left_out_total": float(self._num_left_out),
+            "prompt/stage": float(self._stage),
+        }
+
+    # --------------------------------------------------------------------------------------------------- persistence
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON that load_state takes: that of the order, how many were left out, and the memory."""
+        return {
+            **self._prompts.state(),
+            "left_out": self._num_left_out,
+            "memory": self._memory.state(),
+            "stage": self._stage,
+            "stage_rates": list(self._stage_rates),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to where state() was taken.  Raises CheckpointError if it is of another order, or malformed.
+
+        A stage beyond those of the run file becomes the last one.
+        """
+        self._prompts.load_state(state)
+        try:
+            self._memory.load_state(state["memory"])
+            self._num_left_out = int(state["left_out"])
+            self._stage = min(int(state["stage"]), len(self._config.stages))
+            self._stage_rates.extend(map(float, state["stage_rates"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's curriculum is malformed: {error!r}") from error
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _settle(self, live_version: int) -> None:
+        for outcome in self._memory.settle(live_version):
+            if self._stage < len(self._config.stages) and self._stage_of[outcome.record] == self._stage:
+                self._stage_rates.append(outcome.pass_rate)
+                if self._is_stage_mastered():
+                    self._stage += 1
+                    self._stage_rates.clear()
+
+    def _is_stage_mastered(self) -> bool:
+        rates = self._stage_rates
+        return len(rates) == rates.maxlen and sum(rates) / len(rates) >= self._config.stage_pass_rate
+
+    def _go_to(self, position: int) -> None:
+        self._num_left_out += position - self._prompts.cursor
+        self._prompts.skip_to(position)
+
+    def _next_kept(self, position: int) -> int:
+        """The first position from this one on that is not left out.
+
+        There is one: a stage has records, resting prompts come back after some epochs, and every chance is above 0.
+        """
+        num_records, look = self._prompts.num_records, FIRST_LOOK
+        while True:
+            epoch, first = divmod(position, num_records)
+            records = self._prompts.records(epoch, first, first + look)
+            kept = np.flatnonzero(self._is_kept(records, epoch, position))
+            if len(kept):
+                return position + int(kept[0])
+            position, look = position + len(records), min(2 * look, LONGEST_LOOK)
+
+    def _is_kept(self, records: NDArray[np.int64], epoch: int, position: int) -> NDArray[np.bool_]:
+        """Which of these records [n], at positions from `position` on in one epoch, are asked."""
+        config = self._config
+        newest, asked = self._memory.newest[records], self._memory.epochs[records]
+        kept = self._stage_of[records] <= self._stage
+        since = np.where(asked == NEVER, np.iinfo(np.int32).max, epoch - asked)
+        # As float32, which 9 of 10 are a little below and 1 of 10 a little above; NaN compares false.
+        kept &= ~((newest >= np.float32(config.solved_at)) & (since <= config.solved_rest_epochs))
+        kept &= ~((newest <= np.float32(config.hopeless_at)) & (since <= config.hopeless_rest_epochs))
+        if config.target_pass_rate != "off":
+            rates, target = self._memory.rates[records], config.target_pass_rate
+            distance = np.nan_to_num(np.abs(rates.astype(np.float64) - target) / max(target, 1 - target), nan=0.0)
+            chance = 1 - (1 - config.min_chance) * distance
+            first = position % self._prompts.num_records
+            kept &= self._coins(epoch)[first : first + len(records)] < chance
+        return kept
+
+    def _coins(self, epoch: int) -> NDArray[np.float64]:
+        """A number [N] in [0, 1) for each position of an epoch."""
+        if epoch != self._coins_of:
+            raw = raw_draws(self._prompts.num_records, self._seed, epoch, _COIN)
+            self._coins_in_order, self._coins_of = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53, epoch
+        return self._coins_in_order
+
+
+def rollouts_for_a_pass(pass_rate: float, chance: float, most: int) -> int:
+    """The least n with 1 − (1 − pass_rate)^n ≥ chance, at most `most`; 0 where the rate is unknown, NaN."""
+    if math.isnan(pass_rate):
+        return 0
+    if pass_rate >= chance:
+        return 1
+    if pass_rate <= 0:
+        return most
+    return min(most, math.ceil(math.log1p(-chance) / math.log1p(-pass_rate)))
+
+
+def open_curriculum(config: Config, place: int = 0) -> Curriculum:
+    """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
+    return Curriculum(open_prompts(config, place), config.curriculum, seed=seed_of_dataset(config.run.seed, place))
+
+
+def _stages(prompts: SeededPrompts, config: CurriculumConfig) -> NDArray[np.int64]:
+    """The stage [N] from which on each record is asked."""
+    if not config.stages:
+        return np.zeros(prompts.num_records, dtype=np.int64)
+    difficulties = prompts.numbers(config.difficulty_field, "curriculum.difficulty_field")
+    stages = np.searchsorted(np.array(config.stages), difficulties, side="left")
+    if 0 not in stages:
+        field, least = config.difficulty_field, difficulties.min()
+        raise DataError(
+            f"curriculum.stages={list(config.stages)}: the least {field!r} of all records is {least:g}, and the first "
+            "stage asks for none"
+        )
+    return stages
+
+
+# -------------------------------------------------------------------------------------------------------------- mixture
+#
+# Several datasets as one source of prompts, each in its own order, by their weights.
+#
+# The next dataset: smooth weighted round robin, as in nginx.  Each gains its weight; the first of those with the
+# highest total is chosen and pays the sum of all weights.  So every dataset has its share of any run of prompts, to
+# within one. Prompt n of dataset d of D has the number n·D + d: it identifies the dataset, and grows with n.
+
+
+class Mixture(PromptSource):
+    """Draws from datasets in turn."""
+
+    def __init__(self, names: Sequence[str], weights: Sequence[float], parts: Sequence[Curriculum]) -> None:
+        self._names, self._weights, self._parts = tuple(names), tuple(weights), tuple(parts)
+        self._credit = [0.0] * len(parts)
+
+    def draw(self, live_version: int) -> Prompt:
+        """Return the next prompt of the dataset whose turn it is.  Raises DataError, advancing nothing."""
+        place = self._next()
+        prompt = self._parts[place].draw(live_version)
+        return self._taken(place, prompt)
+
+    def num_rollouts(self, prompt_id: int) -> int:
+        """Rollouts that are wanted of the prompt that was drawn last, if more than admission.group_size; else 0."""
+        local, place = divmod(prompt_id, len(self._parts))
+        return self._parts[place].num_rollouts(local)
+
+    def draw_again(self, prompt_id: int | None) -> Prompt:
+        """Return a prompt that was drawn before the run was interrupted, no matter whose turn it would be now."""
+        local, place = (None, self._next()) if prompt_id is None else divmod(prompt_id, len(self._parts))
+        return self._taken(place, self._parts[place].draw_again(local))
+
+    def peek(self, prompt_id: int) -> Prompt:
+        """Return a prompt by its number.  Raises DataError for a record that makes none."""
+        local, place = divmod(prompt_id, len(self._parts))
+        return self._numbered(place, self._parts[place].peek(local))
+
+    def record_of(self, prompt_id: int) -> RecordName:
+        """Name the record by the place of its dataset in the run file, and its own there."""
+        local, place = divmod(prompt_id, len(self._parts))
+        record = self._parts[place].record_of(local)
+        return replace(record, key=f"{place}:{record.key}")
+
+    def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
+        """Remember what a finished group says of its prompt."""
+        local, place = divmod(prompt_id, len(self._parts))
+        self._parts[place].learn(group_id, admitted_version, local, pass_rate)
+
+    def figures(self) -> dict[str, float]:
+        """Figures of all prompts together, and those of each dataset: its prompt/X is called dataset_X/NAME."""
+        each = {name: part.figures() for name, part in zip(self._names, self._parts, strict=True)}
+        figures = {
+            f"{metric.replace('prompt/', 'dataset_')}/{name}": value
+            for name, own in each.items()
+            for metric, value in own.items()
+        }
+        sizes = [part.num_records for part in self._parts]
+        known = [size * own["prompt/known_share"] for size, own in zip(sizes, each.values(), strict=True)]
+        figures["prompt/known_share"] = sum(known) / sum(sizes)
+        for metric in ("prompt/pass_rate_mean", "prompt/solved_share", "prompt/hopeless_share"):
+            figures[metric] = sum(n * own[metric] for n, own in zip(known, each.values(), strict=True)) / max(
+                1.0, sum(known)
+            )
+        figures["prompt/left_out_total"] = sum(own["prompt/left_out_total"] for own in each.values())
+        figures["prompt/stage"] = min(own["prompt/stage"] for own in each.values())
+        return figures
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON that load_state takes: whose turn it is, and the state of every dataset, in their order.
+
+        Without names: files may be moved, and a dataset without a name is called after them.
+        """
+        return {"credit": list(self._credit), "datasets": [part.state() for part in self._parts]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to where state() was taken.  Raises CheckpointError if it is of other datasets."""
+        saved, credit = state.get("datasets", [{}]), state.get("credit", [])
+        if not len(saved) == len(credit) == len(self._parts):
+            raise CheckpointError(
+                f"the checkpoint is of {len(saved)} datasets, and this run has {len(self._parts)}, by which "
+                "prompts are numbered; start a new run"
+            )
+        for name, part, own in zip(self._names, self._parts, saved, strict=True):
+            try:
+                part.load_state(own)
+            except CheckpointError as error:
+                raise CheckpointError(f"dataset {name}: {error}") from error
+        self._credit = [float(each) for each in credit]
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _next(self) -> int:
+        """The dataset that would be drawn from now."""
+        gained = [have + weight for have, weight in zip(self._credit, self._weights, strict=True)]
+        return gained.index(max(gained))
+
+    def _taken(self, place: int, prompt: Prompt) -> Prompt:
+        self._credit = [have + weight for have, weight in zip(self._credit, self._weights, strict=True)]
+        self._credit[place] -= sum(self._weights)
+        return self._numbered(place, prompt)
+
+    def _numbered(self, place: int, prompt: Prompt) -> Prompt:
+        return replace(prompt, prompt_id=prompt.prompt_id * len(self._parts) + place)
+
+
+def open_prompt_source(config: Config) -> PromptSource:
+    """The prompts of a run, at the first one.  Raises DataError, ConfigError."""
+    parts = [open_curriculum(config, place) for place in range(len(config.data))]
+    if len(parts) == 1:
+        return parts[0]
+    return Mixture([each.title for each in config.data], [each.weight for each in config.data], parts)
+
+
+def validate_datasets(config: Config, check_of: CheckOf | None = None) -> list[DatasetSummary]:
+    """Read, fill and tokenise all datasets, or use the cached result.  Raises DataError, ConfigError.
+
+    check_of: task → what checks its references (SeededPrompts.validate); None: nothing does.
+    """
+    places = range(len(config.data))
+    return [once(config, place, check_of is not None, partial(_validated, config, place, check_of)) for place in places]
+
+
+def _validated(config: Config, place: int, check_of: CheckOf | None) -> DatasetSummary:
+    return open_curriculum(config, place).validate(check_of)

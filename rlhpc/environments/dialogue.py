@@ -31,7 +31,7 @@ from rlhpc.protocol.contracts import GenerationEngine
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.messages import TurnReply, TurnRequest
 from rlhpc.protocol.types import Bool, FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest, Verdict
-from rlhpc.rewards.frames import DialogueRequest
+from rlhpc.rewards.outcomes import DialogueRequest
 from rlhpc.rewards.pool import RewardPool
 
 # ------------------------------------------------------------------------------------------------------------- dialogue

@@ -34,7 +34,7 @@ from rlhpc.protocol.errors import EngineError
 # All differences between CPU and CUDA on vLLM's side are here.
 
 
-WORKER_EXTENSION = "rlhpc.generation.worker_extension.WeightUpdateExtension"
+WORKER_EXTENSION = "rlhpc.generation.weight_updates.WeightUpdateExtension"
 SEVERAL_WORKERS = "rlhpc.generation.vllm_start.ShieldedExecutor"
 CPU_KV_CACHE_BYTES = 256 << 20
 CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other

@@ -23,8 +23,7 @@ from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.protocol.environment import Environment, Message, Step
 from rlhpc.protocol.errors import ConfigError
-from rlhpc.rewards.frames import DialogueRequest, Turn
-from rlhpc.rewards.outcomes import JudgedOutcome
+from rlhpc.rewards.outcomes import DialogueRequest, JudgedOutcome, Turn
 
 # ------------------------------------------------------------------------------------------------------------- registry
 

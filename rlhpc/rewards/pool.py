@@ -32,19 +32,23 @@ from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import RoleFailed
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.environments import variables_of
-from rlhpc.rewards.frames import (
+from rlhpc.rewards.outcomes import (
+    DIED,
     HEADER_BYTES,
+    OUT_OF_MEMORY,
+    TIMED_OUT,
+    UNSENT,
     Answered,
     DialogueRequest,
     JudgeRequest,
     Ready,
     Replies,
     Reply,
+    TaskCounts,
     Turn,
     body_length,
     encode_frame,
 )
-from rlhpc.rewards.outcomes import DIED, OUT_OF_MEMORY, TIMED_OUT, UNSENT, TaskCounts
 from rlhpc.rewards.task_settings import worker_environment
 
 # ---------------------------------------------------------------------------------------------------------------- turns

@@ -26,25 +26,23 @@ from rlhpc.base.processes import end_with_parent
 from rlhpc.base.user_code import is_import_path, line_of
 from rlhpc.protocol.contracts import RewardFunction, RewardOutcome
 from rlhpc.rewards.environments import VARIABLE as ENVIRONMENTS
-from rlhpc.rewards.frames import (
-    HEADER_BYTES,
-    DialogueRequest,
-    JudgeRequest,
-    Ready,
-    Replies,
-    Reply,
-    Turn,
-    body_length,
-    encode_frame,
-)
 from rlhpc.rewards.outcomes import (
+    HEADER_BYTES,
     INVALID,
     OUT_OF_MEMORY,
     RAISED,
     BatchedFunction,
+    DialogueRequest,
     JudgedOutcome,
+    JudgeRequest,
     NoReward,
+    Ready,
+    Replies,
+    Reply,
+    Turn,
     as_outcome,
+    body_length,
+    encode_frame,
     fault_of,
     sendable,
 )

@@ -26,8 +26,7 @@ from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol.contracts import BlockingClientChannel, ServerChannel
 from rlhpc.protocol.errors import ChannelTimeout, ConfigError, ProtocolError, RunDirectoryError
 from rlhpc.protocol.messages import ChannelSpec
-from rlhpc.transport.client import ZmqBlockingClient, ZmqClient
-from rlhpc.transport.server import ZmqServer
+from rlhpc.transport.channel import ZmqBlockingClient, ZmqClient, ZmqServer
 from rlhpc.transport.sessions import is_earlier, peer_name
 
 # ----------------------------------------------------------------------------------------------------------- rendezvous

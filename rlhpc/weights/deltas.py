@@ -285,7 +285,7 @@ def send_deltas(
         for each in arrivals:
             _finish(each)
     finally:
-        arrivals.clear()  # as in publisher.py
+        arrivals.clear()  # as in broadcast.py
     return sums, num_bytes
 
 

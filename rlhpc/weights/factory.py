@@ -7,12 +7,11 @@ from pathlib import Path
 from rlhpc.config.tables import WeightsConfig
 from rlhpc.protocol.contracts import WeightPublisher, WeightReceiver
 from rlhpc.protocol.errors import ConfigError
+from rlhpc.weights.broadcast import GroupPublisher, GroupReceiver
 from rlhpc.weights.choice import TRANSPORTS
 from rlhpc.weights.deltas import HostImage
 from rlhpc.weights.ipc import IpcPublisher, IpcReceiver
 from rlhpc.weights.memory import indexed
-from rlhpc.weights.publisher import GroupPublisher
-from rlhpc.weights.receiver import GroupReceiver
 
 
 def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host: str = "") -> WeightPublisher:

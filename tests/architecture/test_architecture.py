@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.structure import PREPOSITION
+from bench.structure import PREPOSITION, ways
 from rlhpc.protocol import errors, messages, types
 from rlhpc.protocol.messages import TOPOLOGY
 
@@ -455,3 +455,9 @@ def _cpu_s(program: str) -> float:
     _, status, usage = os.wait4(pid, 0)  # of this process alone
     assert os.waitstatus_to_exitcode(status) == 0
     return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize(("way", "most"), [("prompt to gradient", 47), ("version to engine", 25)])
+def test_a_reader_follows_a_prompt_or_a_version_through_few_files(way: str, most: int) -> None:
+    """The numbers may only shrink.  Every function of bench/ways.toml is where it says."""
+    assert len(ways(ROOT)[way]) <= most

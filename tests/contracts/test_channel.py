@@ -20,9 +20,8 @@ from rlhpc.protocol.contracts import BlockingClientChannel, ClientChannel, Serve
 from rlhpc.protocol.errors import ChannelClosed, ChannelFull, ChannelTimeout, PeerUnreachable, ProtocolError
 from rlhpc.protocol.messages import ChannelSpec
 from rlhpc.protocol.types import Lease, PackedBatch, PackedMicrobatch, PackedMinibatch, Prompt, SamplingParams
-from rlhpc.transport.client import ZmqBlockingClient, ZmqClient
+from rlhpc.transport.channel import ZmqBlockingClient, ZmqClient, ZmqServer
 from rlhpc.transport.security import mint_run_keys
-from rlhpc.transport.server import ZmqServer
 from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 

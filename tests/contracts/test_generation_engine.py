@@ -21,7 +21,7 @@ from rlhpc.protocol.contracts import WeightTiming
 from rlhpc.protocol.errors import EngineError, TornWeights
 from rlhpc.protocol.types import FinishReason, Prefix, Rollout, RolloutRequest
 from rlhpc.roles.generator.sampling import ProgressReporter
-from rlhpc.weights import publisher
+from rlhpc.weights import broadcast
 from rlhpc.weights.checksums import checksum64
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import (
@@ -527,7 +527,7 @@ async def test_torn_weights_leave_the_old_ones_live(subject: Subject, monkeypatc
         pytest.skip("there are no old ones any more")
     old = subject.engine.policy_version
     with monkeypatch.context() as damage:
-        damage.setattr("rlhpc.weights.publisher.checksum64", lambda block: 12345)
+        damage.setattr("rlhpc.weights.broadcast.checksum64", lambda block: 12345)
         with pytest.raises(TornWeights):
             await subject.update(old + 1)
     assert subject.engine.policy_version == old
@@ -588,7 +588,7 @@ async def test_a_publisher_that_dies_at_any_bucket_leaves_nothing_torn_to_sample
             await subject.update(old + 1, cut_off_after=ends[boundary])
     else:  # all buckets are here, their checksums are not
         with monkeypatch.context() as damage:
-            damage.setattr("rlhpc.weights.publisher._send_blocks", _send_and_die)
+            damage.setattr("rlhpc.weights.broadcast._send_blocks", _send_and_die)
             with pytest.raises(TornWeights):
                 await subject.update(old + 1)
     await assert_healed_by(subject, old, running)
@@ -607,7 +607,7 @@ async def test_a_damaged_bucket_is_never_sampled_from(
     sums = itertools.count()
     with monkeypatch.context() as damage:
         damage.setattr(
-            "rlhpc.weights.publisher.checksum64",
+            "rlhpc.weights.broadcast.checksum64",
             lambda block: checksum64(block) ^ (1 if next(sums) == bucket else 0),
         )
         with pytest.raises(TornWeights, match=f"bucket {bucket} "):
@@ -781,7 +781,7 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
     assert living_children() == []
 
 
-def _send_and_die(*arguments: Any, send: Callable[..., object] = publisher._send_blocks) -> None:
+def _send_and_die(*arguments: Any, send: Callable[..., object] = broadcast._send_blocks) -> None:
     """Every bucket is sent, and none of their checksums."""
     send(*arguments)
     raise PublisherDied

@@ -175,7 +175,7 @@ def test_damaged_weights_are_refused_whole(broadcast: Broadcast, monkeypatch: py
         broadcast.form(epoch=epoch)
         wrong = iter([12345 if index == damaged else None for index in range(last + 1)])
         with monkeypatch.context() as damage:
-            damage.setattr("rlhpc.weights.publisher.checksum64", partial(_checksum, wrong))
+            damage.setattr("rlhpc.weights.broadcast.checksum64", partial(_checksum, wrong))
             damage.setattr("rlhpc.weights.ipc.RunningChecksum", partial(_Wrong, wrong))
             with pytest.raises(GroupFailed, match="torn"):
                 publish(broadcast, epoch, epoch=epoch)

@@ -19,9 +19,8 @@ from rlhpc.protocol.messages import CONTROL, LEASES, ChannelSpec
 from rlhpc.protocol.types import FinishReason, Rollout, ScoredRollout, Verdict
 from rlhpc.roles.generator import sampling as outbox_module
 from rlhpc.roles.generator.sampling import Outbox
-from rlhpc.transport.client import ZmqClient
+from rlhpc.transport.channel import ZmqClient, ZmqServer
 from rlhpc.transport.security import mint_run_keys
-from rlhpc.transport.server import ZmqServer
 from tests.cable import Cable
 from tests.patience import PATIENCE_S
 

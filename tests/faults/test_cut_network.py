@@ -20,8 +20,8 @@ from rlhpc.base.patience import Deadline
 from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol.errors import ChannelTimeout, ConfigError
 from rlhpc.protocol.messages import CONTROL
+from rlhpc.transport.channel import ZmqServer
 from rlhpc.transport.security import mint_run_keys
-from rlhpc.transport.server import ZmqServer
 from tests.patience import PATIENCE_S
 from tests.ring.run_kit import command_environment
 
@@ -36,7 +36,7 @@ from pathlib import Path
 from rlhpc.protocol import messages as m
 from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol.messages import CONTROL
-from rlhpc.transport.client import ZmqClient
+from rlhpc.transport.channel import ZmqClient
 
 async def main():
     channel = ZmqClient(CONTROL, sys.argv[1], name="generator-0", incarnation="one", server_name="controller-0",

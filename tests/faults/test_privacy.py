@@ -22,8 +22,8 @@ from rlhpc.base.files import KEEP_CORE_FILES
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol.messages import CONTROL
+from rlhpc.transport.channel import ZmqServer
 from rlhpc.transport.security import load_secret, mint_run_keys, public_key
-from rlhpc.transport.server import ZmqServer
 from tests.faults import privacy_kit as kit
 from tests.ring.ring_rewards import GATE, GATE_AFTER, open_gate
 from tests.ring.run_kit import Run, make_lab

@@ -20,10 +20,9 @@ from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol import messages as m
 from rlhpc.protocol.errors import ChannelTimeout
 from rlhpc.protocol.messages import CONTROL
-from rlhpc.transport.client import ZmqClient
+from rlhpc.transport.channel import ZmqClient, ZmqServer
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.security import load_secret, mint_run_keys, public_key
-from rlhpc.transport.server import ZmqServer
 from rlhpc.transport.sessions import Greeting, Session
 from tests.patience import PATIENCE_S
 

@@ -35,7 +35,7 @@ def complaints(library: Library, uses: list[Use]) -> list[str]:
 
 def _expected_of_the_worker(root: Path) -> list[Use]:
     """Attributes that the extension declares for the worker it is mixed into."""
-    name = "rlhpc/generation/worker_extension.py"
+    name = "rlhpc/generation/weight_updates.py"
     (extension,) = (
         node
         for node in ast.walk(ast.parse((root / name).read_text()))

@@ -40,7 +40,7 @@ def receivers() -> dict[str, Receivers]:
         "rlhpc/generation/vllm_requests.py": Receivers(
             {"completion": COMPLETION, "flat": ("vllm.logprobs.FlatLogprobs",)}, nothing
         ),
-        "rlhpc/generation/worker_extension.py": Receivers({"self.model_runner": RUNNERS}, nothing),
+        "rlhpc/generation/weight_updates.py": Receivers({"self.model_runner": RUNNERS}, nothing),
         "rlhpc/training/deepspeed/engine.py": Receivers(
             {"get_accelerator()": ("deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator",)}, nothing
         ),

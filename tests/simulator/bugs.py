@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from rlhpc.protocol.messages import Delivery
 from rlhpc.protocol.types import ScoredRollout
+from rlhpc.roles.controller.leases import RolloutSink
 from rlhpc.roles.controller.persistence import Journaling, _Receipts
-from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.train_loop import TrainLoop
 
 

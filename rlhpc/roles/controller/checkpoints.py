@@ -25,7 +25,7 @@ from rlhpc.protocol.contracts import Clock, ServerChannel
 from rlhpc.protocol.errors import ChannelTimeout, CheckpointError, JournalError, SegmentError
 from rlhpc.protocol.messages import Heartbeat, SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.roles.controller.batches import RANK_0, TrainerLink
-from rlhpc.roles.controller.dispatcher import AwakeClock, ProcessRegistry
+from rlhpc.roles.controller.leases import AwakeClock, ProcessRegistry
 from rlhpc.roles.controller.persistence import LONGEST_CHECKPOINT_PAUSE_S, DiskWriter, Journaling, at_once
 from rlhpc.roles.controller.state import (
     ControllerState,

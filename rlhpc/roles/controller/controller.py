@@ -64,11 +64,10 @@ from rlhpc.protocol.messages import (
 from rlhpc.rewards.outcomes import ErrorGate
 from rlhpc.roles.controller.batches import RANK_0, TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter, LastSave
-from rlhpc.roles.controller.dispatcher import AwakeClock, LeaseDispatcher, ProcessRegistry
 from rlhpc.roles.controller.guard import GuardFile, Guarding
+from rlhpc.roles.controller.leases import AwakeClock, LeaseDispatcher, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling, PartialKeeping, PatientSealing
 from rlhpc.roles.controller.recorder import RunRecorder
-from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.run_status import StatusBoard, summarise
 from rlhpc.roles.controller.state import ControllerState, open_controller_state
 from rlhpc.roles.controller.train_loop import TrainLoop

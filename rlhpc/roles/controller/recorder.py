@@ -33,9 +33,8 @@ from rlhpc.protocol.contracts import Clock, ServerChannel
 from rlhpc.protocol.types import Rollout, RolloutGroup
 from rlhpc.rewards.outcomes import JUDGED, PREFIX, SECONDS, by_task
 from rlhpc.roles.controller.batches import StepRecord
-from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.leases import IntakeStats, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane
-from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.controller.run_status import LiveFigures
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.weight_sync import WeightSync

@@ -32,7 +32,7 @@ from rlhpc.metrics.meters import SILENT, WORKS, TimelineEntry
 from rlhpc.protocol.errors import SegmentError
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.outcomes import PREFIX, ErrorGate, by_task
-from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.leases import ProcessRegistry
 from rlhpc.roles.controller.state import Totals
 
 # -------------------------------------------------------------------------------------------------------------- summary

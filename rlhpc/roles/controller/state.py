@@ -38,7 +38,7 @@ from rlhpc.buffer.prefixes import PartialIntake, read_partials
 from rlhpc.buffer.segments import SegmentWriter, set_aside_lost_segments
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import GuardConfig
-from rlhpc.data.curriculum import open_prompt_source
+from rlhpc.data.prompts import open_prompt_source
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.contracts import Clock, PromptSource
 from rlhpc.protocol.errors import CheckpointError, JournalError

@@ -14,9 +14,8 @@ from checkpoints import make_tokenizer_files, write_jsonl
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import DataConfig
 from rlhpc.config.tables_algorithm import CurriculumConfig
-from rlhpc.data.curriculum import Curriculum, open_prompt_source, rollouts_for_a_pass, validate_datasets
 from rlhpc.data.prompt_form import PromptForm
-from rlhpc.data.prompts import SeededPrompts
+from rlhpc.data.prompts import Curriculum, SeededPrompts, open_prompt_source, rollouts_for_a_pass, validate_datasets
 from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.contracts import PromptSource

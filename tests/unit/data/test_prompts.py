@@ -13,9 +13,8 @@ from rlhpc.config.rules import Config
 from rlhpc.config.tables import DataConfig
 from rlhpc.config.tables_services import JudgeConfig
 from rlhpc.data import validation
-from rlhpc.data.curriculum import validate_datasets
 from rlhpc.data.prompt_form import DialogueTemplate, PromptForm
-from rlhpc.data.prompts import SeededPrompts, open_prompts
+from rlhpc.data.prompts import SeededPrompts, open_prompts, validate_datasets
 from rlhpc.data.record_source import Record, read_records, reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.data.validation import refuse_bad_references

@@ -11,7 +11,7 @@ from checkpoints import make_tokenizer_files
 
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import DataConfig
-from rlhpc.data.curriculum import open_prompt_source
+from rlhpc.data.prompts import open_prompt_source
 from rlhpc.data.record_source import FLAWED, Record, problems_of, records_of
 from rlhpc.protocol.errors import CheckpointError, DataError
 from rlhpc.sandbox.values import encode

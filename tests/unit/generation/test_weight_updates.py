@@ -13,8 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.generation.weight_updates import PauseSwitch, WeightUpdates, WorkerNotices, choose_staging, free_host_bytes
-from rlhpc.generation.worker_extension import BUSY, DONE, FAILED, READY, TORN, WeightLink, write_notice
+from rlhpc.generation.weight_updates import (
+    BUSY,
+    DONE,
+    FAILED,
+    READY,
+    TORN,
+    PauseSwitch,
+    WeightLink,
+    WeightUpdates,
+    WorkerNotices,
+    choose_staging,
+    free_host_bytes,
+    write_notice,
+)
 from rlhpc.metrics.meters import BusyClock
 from rlhpc.protocol.contracts import Allocate, WeightReceiver
 from rlhpc.protocol.errors import GroupFailed, TornWeights

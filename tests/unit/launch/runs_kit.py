@@ -27,7 +27,7 @@ from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config.file import write_resolved
 from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams, ScoredRollout, Verdict
-from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.leases import ProcessRegistry
 from rlhpc.roles.controller.run_status import StatusBoard
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.launch.site_kit import config_of

@@ -35,8 +35,7 @@ from rlhpc.protocol.messages import TurnReply, TurnRequest
 from rlhpc.rewards import environments as host_module
 from rlhpc.rewards.code_place import environment_of, place
 from rlhpc.rewards.environments import VARIABLE, EnvironmentHost, resolve_environment, validate_environment
-from rlhpc.rewards.frames import DialogueRequest
-from rlhpc.rewards.outcomes import JudgedOutcome, as_outcome, by_task
+from rlhpc.rewards.outcomes import DialogueRequest, JudgedOutcome, as_outcome, by_task
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.registry import resolve
 from tests.patience import PATIENCE_S

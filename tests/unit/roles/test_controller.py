@@ -24,8 +24,8 @@ from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES, Heartbeat, Hello, 
 from rlhpc.protocol.types import RolloutGroup
 from rlhpc.roles.controller.batches import RANK_0, TrainerLink
 from rlhpc.roles.controller.controller import RunProcesses, assemble
-from rlhpc.roles.controller.dispatcher import ProcessRegistry
 from rlhpc.roles.controller.guard import MAX_REFUSED_STEPS, GuardEntry, GuardFile, read_guard_file
+from rlhpc.roles.controller.leases import ProcessRegistry
 from rlhpc.roles.controller.persistence import DiskLane
 from rlhpc.roles.controller.recorder import training_figures
 from rlhpc.roles.controller.state import ControllerState, Totals

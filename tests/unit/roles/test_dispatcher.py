@@ -18,7 +18,7 @@ from rlhpc.base.user_code import code_digest
 from rlhpc.protocol.messages import LEASES, CancelGroup, Heartbeat, Hello
 from rlhpc.protocol.types import Lease, Prompt, Verdict
 from rlhpc.rewards.outcomes import ErrorGate
-from rlhpc.roles.controller.dispatcher import SPARE, AwakeClock, CreditQueue, LeaseDispatcher, ProcessRegistry
+from rlhpc.roles.controller.leases import SPARE, AwakeClock, CreditQueue, LeaseDispatcher, ProcessRegistry
 from rlhpc.roles.controller.recorder import GeneratorMeter
 from tests.engines.memory_channel import MemoryServer
 from tests.unit.buffer.rollout_samples import ManualClock

@@ -25,8 +25,8 @@ from rlhpc.buffer.segments import SegmentWriter, read_rollouts_directory
 from rlhpc.metrics.tensorboard import Recorder
 from rlhpc.protocol.errors import JournalError, SegmentError
 from rlhpc.protocol.types import Prefix, RolloutGroup
-from rlhpc.roles.controller.dispatcher import ProcessRegistry
 from rlhpc.roles.controller.guard import GuardEntry, GuardFile, read_guard_file
+from rlhpc.roles.controller.leases import ProcessRegistry
 from rlhpc.roles.controller.run_status import StatusBoard, summarise
 from rlhpc.roles.controller.state import Totals
 from tests.full_disk import fill, small_disk

@@ -15,7 +15,7 @@ from rlhpc.config.tables_algorithm import ShapingConfig
 from rlhpc.protocol.errors import LedgerError, RoleFailed, StarvedError
 from rlhpc.protocol.types import FinishReason, RolloutGroup, ScoredRollout, Verdict
 from rlhpc.rewards.outcomes import KILLS_ITS_WORKER, ErrorGate
-from rlhpc.roles.controller.rollout_sink import RolloutSink
+from rlhpc.roles.controller.leases import RolloutSink
 from rlhpc.roles.controller.state import Totals
 from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, scored, small_config
 

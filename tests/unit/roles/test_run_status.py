@@ -26,7 +26,7 @@ from rlhpc.buffer.segments import SegmentWriter, segment_paths
 from rlhpc.config.file import config_hash, write_resolved
 from rlhpc.config.rules import with_values
 from rlhpc.config.tables_algorithm import AlgorithmConfig
-from rlhpc.data.curriculum import open_curriculum
+from rlhpc.data.prompts import open_curriculum
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.metrics.names import HISTOGRAMS, find_metric
 from rlhpc.protocol.contracts import Clock
@@ -34,7 +34,7 @@ from rlhpc.protocol.messages import Hello, StepReport, WeightsLive
 from rlhpc.protocol.types import PackedBatch, RolloutGroup, Verdict
 from rlhpc.rewards.outcomes import ErrorGate
 from rlhpc.roles.controller.batches import StepRecord
-from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.leases import IntakeStats, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane
 from rlhpc.roles.controller.recorder import (
     NUM_RECENT_STEPS,
@@ -44,7 +44,6 @@ from rlhpc.roles.controller.recorder import (
     sampling_figures,
     training_figures,
 )
-from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.controller.run_status import (
     SHORTEST_S,
     SILENT,

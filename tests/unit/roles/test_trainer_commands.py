@@ -40,12 +40,11 @@ from rlhpc.protocol.messages import (
 from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch
 from rlhpc.roles.controller.batches import TrainerLink
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.trainer import commands as command_stream
-from rlhpc.roles.trainer.commands import CommandStream, TrainerHeartbeat
-from rlhpc.transport.client import ZmqBlockingClient
+from rlhpc.roles.trainer import trainer as command_stream
+from rlhpc.roles.trainer.trainer import CommandStream, TrainerHeartbeat
+from rlhpc.transport.channel import ZmqBlockingClient, ZmqServer
 from rlhpc.transport.open import open_server
 from rlhpc.transport.security import mint_run_keys
-from rlhpc.transport.server import ZmqServer
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.roles.small_ring import MANIFEST, small_config

@@ -12,7 +12,7 @@ import torch
 
 from launch.demo.task import write_dataset
 from rlhpc.config.file import load_config
-from rlhpc.data.curriculum import open_curriculum
+from rlhpc.data.prompts import open_curriculum
 from rlhpc.protocol.errors import ConfigError, RoleFailed
 from rlhpc.protocol.messages import CanaryTaken, WeightsLive
 from rlhpc.protocol.types import HeldChecksum, TensorSpec, WeightManifest

@@ -19,9 +19,8 @@ from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol import messages as m
 from rlhpc.protocol.errors import ChannelTimeout, PeerUnreachable, ProtocolError, RunDirectoryError
 from rlhpc.protocol.messages import CONTROL
-from rlhpc.transport.client import ZmqClient
+from rlhpc.transport.channel import ZmqClient, ZmqServer
 from rlhpc.transport.security import allowed_keys, load_secret, mint_run_keys, public_key
-from rlhpc.transport.server import ZmqServer
 from rlhpc.transport.sessions import PeerBook, SequenceCheck, Session, another_of, is_earlier, order_of, peer_name
 from rlhpc.transport.sockets import REREAD_AFTER_S, TAKES_BEFORE_YIELD, AllowList, Inbox
 from tests.cable import Cable

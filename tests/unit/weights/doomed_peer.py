@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from rlhpc.protocol.types import WeightGroup, WeightManifest
+from rlhpc.weights.broadcast import GroupPublisher, GroupReceiver
 from rlhpc.weights.group import SideGroup
 from rlhpc.weights.memory import fresh_blocks
-from rlhpc.weights.publisher import GroupPublisher
-from rlhpc.weights.receiver import GroupReceiver
 
 TIMEOUT_S = 600.0  # of the group: nothing that a test waits for takes so long
 CPU = torch.device("cpu")

@@ -26,16 +26,15 @@ from torch import Tensor, distributed
 from rlhpc.base.host_address import host_address, interface_addresses
 from rlhpc.base.patience import Deadline
 from rlhpc.config.tables import WeightsConfig
-from rlhpc.generation.worker_extension import BUSY, DONE, FAILED, READY, WeightLink
+from rlhpc.generation.weight_updates import BUSY, DONE, FAILED, READY, WeightLink
 from rlhpc.protocol.errors import GroupFailed
 from rlhpc.protocol.types import WeightGroup
+from rlhpc.weights.broadcast import GroupPublisher, GroupReceiver
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher, make_receiver
 from rlhpc.weights.group import WITHOUT_WATCHDOG, Lifeline, SideGroup, file_of
 from rlhpc.weights.ipc import IpcPublisher
 from rlhpc.weights.memory import DeviceScope, HostShadow
-from rlhpc.weights.publisher import GroupPublisher
-from rlhpc.weights.receiver import GroupReceiver
 from tests.contracts.weight_receiver_process import fingerprint
 from tests.contracts.weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 from tests.listening import listening_addresses, listening_endpoints

@@ -15,16 +15,15 @@ import pytest
 import torch
 
 from rlhpc.config.tables import WeightsConfig
-from rlhpc.generation.worker_extension import BUSY, DONE, WeightLink
+from rlhpc.generation.weight_updates import BUSY, DONE, WeightLink
 from rlhpc.protocol.contracts import Allocate, WeightReceiver
 from rlhpc.protocol.errors import GroupFailed, TornWeights
 from rlhpc.protocol.types import TensorSpec, WeightGroup, WeightManifest
+from rlhpc.weights.broadcast import GroupPublisher, GroupReceiver
 from rlhpc.weights.buckets import buckets_of, header_of, make_manifest
 from rlhpc.weights.factory import make_publisher, make_receiver
 from rlhpc.weights.group import SideGroup, open_store
 from rlhpc.weights.memory import DeviceScope, HostShadow, blocks_in_turn, fresh_blocks, named_tensors
-from rlhpc.weights.publisher import GroupPublisher
-from rlhpc.weights.receiver import GroupReceiver
 from tests.patience import PATIENCE_S
 
 # --------------------------------------------------------------------------------------------------------------- shadow
