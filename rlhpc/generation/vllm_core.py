@@ -147,7 +147,7 @@ def require(names: str, *, of: Any, called: str) -> None:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _FrontEndRequest:
     """A request that AsyncLLM was given."""
 
     search: StopSearch | None
@@ -179,7 +179,7 @@ class CoreProcesses(RunningCore):
         require(OF_ASYNC_LLM, of=llm, called="AsyncLLM")
         require(OF_DETOKENIZER, of=IncrementalDetokenizer, called="IncrementalDetokenizer")
         self._llm, self.vllm_config = llm, llm.vllm_config
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _FrontEndRequest] = {}
         self._outputs, self._next_outputs = llm.engine_core.outputs_queue, llm.engine_core.get_output_async
         self._front_end_waits = True  # for outputs; all it was given before are with their requests
         llm.engine_core.get_output_async = self._outputs_for_front_end
@@ -194,7 +194,7 @@ class CoreProcesses(RunningCore):
         search: StopSearch | None = None,
     ) -> FinishedSample:
         """See RunningCore."""
-        asked = self._asked[request_id] = _Asked(search, 0 if search is None else search.num_tokens)
+        asked = self._asked[request_id] = _FrontEndRequest(search, 0 if search is None else search.num_tokens)
         if search is not None:
             from vllm.sampling_params import RequestOutputKind  # as in _engine_core
 
@@ -280,7 +280,7 @@ class CoreProcesses(RunningCore):
         return next((processor.request_states[name] for name in names if name in processor.request_states), None)
 
 
-def _finished(output: Any, asked: _Asked) -> FinishedSample | None:
+def _finished(output: Any, asked: _FrontEndRequest) -> FinishedSample | None:
     """Return what vLLM's RequestOutput says of a request that has ended, or of which a stop string is complete."""
     completion = output.outputs[0]
     end, reason = asked.end_in(completion.token_ids), completion.finish_reason
