@@ -6,7 +6,6 @@ Input: configs/gsm8k.toml and configs/recipes/*.toml.  Output: a table, or one f
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.common.text import aligned, quoted
@@ -32,47 +31,10 @@ def recipes(options: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A run file whose head says what it reproduces."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The recipe's name as people give it."""
-        return self.path.stem
-
-    @property
-    def head(self) -> list[str]:
-        """Lines of the comment that the file begins with, without their marks."""
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-        return [line.removeprefix("#").removeprefix(" ") for line in lines[:end]]
-
-    def part(self, label: str) -> str:
-        """What the head says after "LABEL: ", in one line; empty where it does not have it."""
-        found: list[str] = []
-        for line in self.head:
-            if line.startswith(f"{label}: "):
-                found.append(line.partition(": ")[2])
-            elif found and line.startswith("  "):
-                found.append(line.strip())
-            elif found:
-                break
-        return " ".join(found)
-
-    @property
-    def config(self) -> Config:
-        """Its settings."""
-        return load_config(self.path)
-
-
-def known_recipes(directory: Path = DIRECTORY) -> dict[str, Recipe]:
-    """Recipes by name, the smallest first."""
+def known_recipes(directory: Path = DIRECTORY) -> dict[str, Path]:
+    """Files of the recipes by name, the smallest run first."""
     paths = (directory / "gsm8k.toml", *sorted((directory / "recipes").glob("*.toml")))
-    by_size = sorted(map(Recipe, paths), key=lambda each: sum(num_gpus(each.config)))
-    return {recipe.name: recipe for recipe in by_size}
+    return {path.stem: path for path in sorted(paths, key=lambda path: sum(num_gpus(load_config(path))))}
 
 
 def num_gpus(config: Config) -> tuple[int, int]:
@@ -83,9 +45,10 @@ def num_gpus(config: Config) -> tuple[int, int]:
 def recipe_table(directory: Path = DIRECTORY) -> str:
     """One line a recipe: its name, GPUs that train and that generate, the first sentence of its head."""
     rows = [("recipe", "GPUs", "")]
-    for name, recipe in known_recipes(directory).items():
-        train, generate = num_gpus(recipe.config)
-        rows.append((name, f"{train} + {generate}", recipe.head[0]))
+    for name, path in known_recipes(directory).items():
+        train, generate = num_gpus(load_config(path))
+        first, *_ = path.read_text(encoding="utf-8").splitlines()
+        rows.append((name, f"{train} + {generate}", first.removeprefix("# ")))
     return "\n".join(aligned(rows))
 
 
@@ -99,5 +62,5 @@ def copy_recipe(name: str, into: Path, directory: Path = DIRECTORY) -> Path:
     copy = into / f"{name}.toml"
     if copy.exists():
         raise ConfigError(f"{copy} exists already; legal: another directory, or move it away")
-    write_atomically(copy, known[name].path.read_bytes())
+    write_atomically(copy, known[name].read_bytes())
     return copy

@@ -151,11 +151,6 @@ def draw_problem(rng: random.Random, *, held_out: bool = False) -> Problem:
             return problem
 
 
-def worked_answer(problem: Problem) -> str:
-    """Return the answer with all its columns, without a slip."""
-    return careless_answer(problem, 0.0, random.Random(0))
-
-
 def careless_answer(problem: Problem, slip_rate: float, rng: random.Random) -> str:
     """Return the answer of a pupil who gets each column's sum wrong with probability slip_rate.
 

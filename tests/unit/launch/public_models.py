@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,15 @@ RECIPES = {
     "recipes/drgrpo-1.5b": "Qwen2.5-Math-1.5B",
     "recipes/gspo-30b-a3b": "Qwen3-30B-A3B",
 }
+
+
+def head_of(run_file: Path) -> str:
+    """The comment that a run file begins with, without its marks."""
+    (comment,) = re.findall(r"\A(?:#.*\n)+", run_file.read_text())
+    return re.sub(r"^# ?", "", comment, flags=re.MULTILINE)
+
+
+def part_of(run_file: Path, label: str) -> str:
+    """What the head of a run file says after "LABEL: ", in one line."""
+    (said,) = re.findall(rf"^{label}: (.*(?:\n  .*)*)", head_of(run_file), re.MULTILINE)
+    return " ".join(said.split())

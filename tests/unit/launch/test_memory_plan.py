@@ -14,7 +14,6 @@ import pytest
 from launch.checks.memory_plan import GIB, RankMemory, fullest, plan_engine, plan_memory, rows_in_flight
 from launch.checks.memory_verdict import advise, describe_memory, judge_host, judge_memory, memory_report
 from launch.cli import main
-from launch.commands.recipes import Recipe
 from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config, with_values
@@ -28,6 +27,7 @@ from tests.unit.launch.public_models import (
     ODD_CONFIGS,
     RECIPES,
     make_model_directory,
+    part_of,
 )
 
 # -------------------- Parameter counts are exact; bytes follow from them; what cannot fit is refused with a change that
@@ -457,7 +457,7 @@ def test_a_run_for_h100s_passes_check(name, tmp_path, capsys):
     if name in RECIPES:
         fullest = max(map(float, re.findall(r"^  fullest moment (.*)$", printed, re.MULTILINE)[0].split()))
         (engine,) = re.findall(r"^  all, at least +(.*)$", printed, re.MULTILINE)
-        said = Recipe(ROOT / "configs" / f"{name}.toml").part("Memory")
+        said = part_of(ROOT / "configs" / f"{name}.toml", "Memory")
         assert said == (
             f"estimate, GiB of a GPU's {GPU_MEMORY_GIB['h100']}: trainer {fullest:.1f} at its fullest, "
             f"engine {float(engine):.1f} at least, {spare} to spare."
@@ -470,7 +470,7 @@ def test_two_runs_of_one_size_say_the_same_of_their_memory():
     shape = shape_of(CONFIGS[RECIPES["gsm8k"]])
     plans = [(plan_memory(config, shape), plan_engine(config, shape)) for config in map(load_config, files)]
     assert plans[0] == plans[1]
-    assert Recipe(files[0]).part("Memory") == Recipe(files[1]).part("Memory")
+    assert part_of(files[0], "Memory") == part_of(files[1], "Memory")
 
 
 @pytest.mark.parametrize("name", LARGE_RUNS)

@@ -31,6 +31,7 @@ from rlhpc.data.record_source import read_records, records_of
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError, RunDirectoryError
 from tests.full_disk import fill, small_disk
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files, write_jsonl
+from tests.unit.launch.public_models import head_of, part_of
 
 # --------------------------------------------------------- `rlhpc data`: what it shows of a dataset, and what it writes
 
@@ -362,24 +363,25 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 @every_recipe
 def test_a_head_says_what_it_reproduces_from_where_and_what_it_needs(recipe):
-    assert re.fullmatch(r"\S.{20,90}\.", recipe.head[0])
+    head = head_of(recipe).splitlines()
+    assert re.fullmatch(r"\S.{20,90}\.", head[0])
     for label in ("Source", "Hardware", "Memory", "Published"):
-        assert recipe.part(label).endswith((".", ").")), label
-    train, generate = num_gpus(recipe.config)
-    config = load_config(recipe.path, ["run.directory=/shared/project/run"])
+        assert part_of(recipe, label).endswith((".", ").")), label
+    train, generate = num_gpus(load_config(recipe))
+    config = load_config(recipe, ["run.directory=/shared/project/run"])
     assert f"{train + generate} GPUs" in plan_report(config, load_site(SITE)), "it can be planned"
-    said = [int(number) for number in re.findall(r"\d+", recipe.part("Hardware"))]
-    if recipe.name == "gsm8k":
+    said = [int(number) for number in re.findall(r"\d+", part_of(recipe, "Hardware"))]
+    if recipe.stem == "gsm8k":
         assert (said[0], *said[2:4]) == (train + generate, train, generate)
         return
     nodes, gpus, _, *split = said
     assert (gpus, nodes * gpus, split[:2]) == (GPUS_OF_A_NODE, train + generate, [train, generate])
-    source = recipe.part("Source")
+    source = part_of(recipe, "Source")
     assert re.search(r"github\.com/[\w-]+/[\w.-]+[ ,]", source)
     assert re.search(r" at [0-9a-f]{12}\b", source), "which commit?"
     assert re.search(r"\w+\.(sh|yaml)\b", source), "which file?"
     assert re.search(r"arXiv:\d{4}\.\d{5}", source)
-    assert sum(line.startswith("  - ") for line in recipe.head) >= 3, "what is not as in the source?"
+    assert sum(line.startswith("  - ") for line in head) >= 3, "what is not as in the source?"
 
 
 def test_the_list_has_a_line_for_every_file_the_smallest_first(capsys):
@@ -391,7 +393,7 @@ def test_the_list_has_a_line_for_every_file_the_smallest_first(capsys):
     assert gpus == sorted(gpus)
     (dapo,) = (line for line in lines if line.startswith("dapo-32b "))
     assert "32 + 96" in dapo
-    assert dapo.endswith(RECIPES["dapo-32b"].head[0])
+    assert dapo.endswith(head_of(RECIPES["dapo-32b"]).splitlines()[0])
     assert max(map(len, lines)) <= 120
 
 
@@ -400,7 +402,7 @@ def test_a_copy_is_the_file_and_nothing_is_overwritten(tmp_path, capsys, monkeyp
     assert main(["recipes", "copy", "drgrpo-1.5b"]) == 0
     assert "drgrpo-1.5b.toml" in capsys.readouterr().out
     copy = tmp_path / "drgrpo-1.5b.toml"
-    assert copy.read_bytes() == RECIPES["drgrpo-1.5b"].path.read_bytes()
+    assert copy.read_bytes() == RECIPES["drgrpo-1.5b"].read_bytes()
     copy.write_text("mine")
     assert main(["recipes", "copy", "drgrpo-1.5b", str(tmp_path)]) == EXIT_CONFIG
     assert "exists already" in capsys.readouterr().err
@@ -421,13 +423,13 @@ def test_a_copy_that_did_not_fit_on_the_disk_stands_in_the_way_of_no_other(tmp_p
         with pytest.raises(OSError, match="No space left"):
             copy_recipe("gsm8k", tmp_path)
         (tmp_path / "filler").unlink()
-        assert copy_recipe("gsm8k", tmp_path).read_bytes() == RECIPES["gsm8k"].path.read_bytes()
+        assert copy_recipe("gsm8k", tmp_path).read_bytes() == RECIPES["gsm8k"].read_bytes()
 
 
 @pytest.mark.parametrize("name", ["pipelinerl-7b", "pipelinerl-32b"])
 def test_what_gradients_are_compared_with_is_divided_as_the_loss_is(name):
     """Their loss is a sum over tokens, aggregation = "constant" divides it, and bound and epsilon with it."""
-    config = RECIPES[name].config
+    config = load_config(RECIPES[name])
     assert config.algorithm.aggregation == "constant"
     longest = config.generation.max_completion_tokens
     assert config.trainer.max_grad_norm * longest == pytest.approx(0.3, rel=0.02)
