@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +22,7 @@ from rlhpc.base.near_names import nearest
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.foreign import counterpart_of, in_words, is_theirs, section_in_words
 from rlhpc.config.rules import Config
-from rlhpc.config.toml import beyond_64_bits, read_toml, shown
+from rlhpc.config.toml import beyond_64_bits, read_toml, shown, toml_value
 from rlhpc.protocol.errors import ConfigError
 
 COMMAND_LINE = "command line"  # whence overrides come, in messages
@@ -39,7 +39,16 @@ def load_config(path: Path, overrides: Sequence[str] = (), whence: str = COMMAND
             f"{path}: a run directory, not a run file; legal: the file from which it was started "
             "(`rlhpc run RUN.toml --resume` continues it)"
         )
-    return settled(read_toml(path, "run file"), overrides, str(path), whence)
+    document = read_toml(path, "run file")
+    if not document and not overrides:
+        needed = "; ".join(
+            f"[{name}] {_required(name)}" for name, key in Config.model_fields.items() if key.is_required()
+        )
+        raise ConfigError(
+            f"{path}: it has no settings; legal: at least {needed} (`rlhpc recipes copy NAME` writes a whole run file, "
+            "configs/README.md has every key)"
+        )
+    return settled(document, overrides, str(path), whence)
 
 
 def override(config: Config, words: Sequence[str]) -> Config:
@@ -144,6 +153,11 @@ def _parse_value(text: str) -> Any:
         return text
 
 
+def _required(section: str) -> str:
+    """The keys of a section that have no default, with commas."""
+    return ", ".join(name for name, key in _SECTIONS[section].model_fields.items() if key.is_required())
+
+
 def fault_lines(error: ValidationError, explain: Callable[[str, ErrorDetails], str | None]) -> list[str]:
     """One line for each fault that pydantic has found: key, value and what is legal.
 
@@ -187,16 +201,25 @@ _PATTERNS = {
     r"^[A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
 }
 MOST_HINTS = 2
+_ALIKE = 0.75  # names of sections, from here on: those of other systems are less
 _OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")
 _RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
 
 
 def _legal(detail: ErrorDetails) -> str:
     """What would have been legal, in the words of a run file; pydantic's own words for a fault not listed here."""
+    if detail["type"] == "tuple_type" and isinstance(value := detail["input"], str | int | float):
+        return f"a list: {toml_value([_number_in(value)])}"
     form, context = _LEGAL.get(detail["type"]), detail.get("ctx", {})
     pattern = str(context.get("pattern", ""))
     words = _PATTERNS.get(pattern, f"text that matches {pattern}")
     return form.format(**context, words=words) if form else detail["msg"].removeprefix("Input should be ")
+
+
+def _number_in(value: str | float) -> str | float:
+    """The number that a text holds, or else the text."""
+    read = _parse_value(str(value))
+    return read if isinstance(read, int | float) else value
 
 
 def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
@@ -212,7 +235,9 @@ def _validate(document: dict[str, Any], sources: tuple[str, str], typed: Sequenc
     try:
         config = Config.model_validate(document)
     except ValidationError as error:
-        faults = [_of_the_only_table(line, document) for line in fault_lines(error, _explain)]
+        lacking = tuple(f"{place}: missing" for place in _misspelt(error))  # what is said of the slip is enough
+        lines = [line for line in fault_lines(error, _explain) if not line.startswith(lacking)]
+        faults = [_of_the_only_table(line, document) for line in lines]
     else:
         faults = beyond_64_bits(document)
     if faults:
@@ -226,11 +251,21 @@ def _whose(fault: str, sources: tuple[str, str], typed: Sequence[str]) -> str:
 
     typed: keys that overrides brought.
     """
-    first = re.split(r"[=: ]", fault, maxsplit=1)[0]
+    first = re.split(r"[=: ]", fault, maxsplit=1)[0].strip("[]")
     if any(f"{first}.".startswith(f"{key}.") for key in typed):
         return sources[1]
     values = fault.partition("; legal: ")[0]
     return " and ".join(sources) if any(f" {key}=" in values for key in typed) else sources[0]
+
+
+def _misspelt(error: ValidationError) -> Iterator[str]:
+    """Yield the keys and [sections] that unknown ones may mean, as messages have them."""
+    unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == "extra_forbidden"]
+    for *within, name in (map(str, place) for place in unknown):
+        if within:
+            yield from (".".join((*within, meant)) for meant in nearest(name, _SECTIONS[within[0]].model_fields))
+        else:
+            yield from (f"[{meant}]" for meant in nearest(name, _SECTIONS, cutoff=_ALIKE))
 
 
 def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
@@ -247,11 +282,14 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
         )
     if detail["type"] == "tuple_type" and key in _SECTIONS:
         return f"{key}={shown(detail['input'])}: legal: a table [{key}], or several [[{key}]]"
+    if detail["type"] == "missing" and key in _SECTIONS:
+        return f"[{key}]: missing; required in it: {_required(key)}"
     if detail["type"] == "extra_forbidden":
         *section, name = map(str, detail["loc"])
         legal = [*_SECTIONS[section[0]].model_fields] if section else [*_SECTIONS]
-        said = _unknown_key_of_a_run(key, detail["input"], legal, name)
-        return f"{said}; [{name}] is a section of site files" if not section and name in _OF_SITE_FILES else said
+        if not section and isinstance(detail["input"], dict | list):
+            return _unknown_section(name, detail["input"])
+        return _unknown_key_of_a_run(key, detail["input"], legal, name)
     if detail["type"] == "value_error":  # raised by a rule over several keys names them, of one key says what is legal
         cause = str(detail["ctx"]["error"])
         return f"{key}={shown(detail['input'])}: {cause}" if _is_of_a_key(detail["loc"]) else cause
@@ -261,6 +299,16 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
 def _is_of_a_key(place: tuple[str | int, ...]) -> bool:
     """Whether a fault is of one key, and not of a whole table."""
     return len(place) > 1 and place[-1] in _SECTIONS[str(place[0])].model_fields
+
+
+def _unknown_section(name: str, tables: object) -> str:
+    """Say which section is meant, or what its keys are here where it is one of another system."""
+    if meant := nearest(name, _SECTIONS, cutoff=_ALIKE):
+        return f"[{name}]: unknown section (did you mean [{meant[0]}]?)"
+    if isinstance(tables, dict) and (theirs := section_in_words(name, tables)):
+        return f"[{name}]: unknown section, of another system; here {theirs}"
+    more = f"; [{name}] is a section of site files" if name in _OF_SITE_FILES else ""
+    return f"[{name}]: unknown section; legal: {', '.join(_SECTIONS)}{more}"
 
 
 def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: str) -> str:

@@ -38,6 +38,7 @@ _RESUME = Counterpart(
     "`rlhpc run RUN.toml --resume`", "or `rlhpc resume RUN_DIR`; `--step N` for an earlier checkpoint"
 )
 _EXPORT = Counterpart("`rlhpc export RUN_DIR OUT`")
+_LONGER = "a longer prompt is refused before a run starts, not cut: `rlhpc data convert --max-tokens N` leaves it out"
 _REWARD = Counterpart("data.task", "a built-in reward, or `module:function`; several: [composite.NAME]")
 _REWARD_ARGUMENTS = Counterpart("rewards.task_arguments", 'as { "module:function" = { name = 0.5 } }')
 _CRITIC_LR = Counterpart("critic.learning_rate")
@@ -73,7 +74,7 @@ TRL: Mapping[str, Counterpart] = {
     "shuffle_dataset": Counterpart("data.shuffle"),
     "chat_template_kwargs": Counterpart("model.chat_template_kwargs"),
     "remove_unused_columns": _none("a reward sees the record's reference, or the whole record (data.reference_field)"),
-    "max_prompt_length": Counterpart("generation.max_prompt_tokens", "longer prompts are left out, not cut"),
+    "max_prompt_length": Counterpart("generation.max_prompt_tokens", _LONGER),
     "max_completion_length": Counterpart("generation.max_completion_tokens"),
     "reward_funcs": _REWARD,
     "reward_model_name_or_path": Counterpart(
@@ -176,10 +177,10 @@ VERL: Mapping[str, Counterpart] = {
     "data.reward_fn_key": Counterpart("data.task_field"),
     "data.train_batch_size": _PROMPTS,
     "data.val_batch_size": _none("an engine fills itself"),
-    "data.max_prompt_length": Counterpart("generation.max_prompt_tokens"),
+    "data.max_prompt_length": Counterpart("generation.max_prompt_tokens", _LONGER),
     "data.max_response_length": Counterpart("generation.max_completion_tokens"),
-    "data.filter_overlong_prompts": _none("prompts longer than max_prompt_tokens are left out"),
-    "data.truncation": _none("prompts longer than max_prompt_tokens are left out"),
+    "data.filter_overlong_prompts": _none(_LONGER),
+    "data.truncation": _none(_LONGER),
     "data.shuffle": Counterpart("data.shuffle"),
     "data.seed": Counterpart("run.seed"),
     "data.image_key": _MULTIMODAL,
@@ -381,6 +382,10 @@ SYSTEMS: Mapping[str, Mapping[str, Counterpart]] = {"TRL": TRL, "verl": VERL, "p
 # Names that people use for them: of other libraries, of older versions, of a habit.
 USUAL: Mapping[str, Counterpart] = {
     "lr": Counterpart("trainer.learning_rate"),
+    "rollouts_per_example": Counterpart("admission.group_size"),
+    "rollouts_per_prompt": Counterpart("admission.group_size"),
+    "async_level": _ASYNC,
+    "max_async_level": _ASYNC,
     "batch_size": _PROMPTS,
     "train_batch_size": _PROMPTS,
     "micro_batch_size": _MICRO,
@@ -431,12 +436,12 @@ def is_theirs(key: str) -> bool:
 
 def section_in_words(key: str, table: Mapping[str, object]) -> str:
     """What each key of a whole section of theirs is here; "" where none is known."""
-    said = []
-    for name in _leaves(key, table):
-        if (found := counterpart_of(name)) is not None:
-            said.append(f"{name}: {in_words(found)}")
+    found = {name: counterpart_of(name) for name in _leaves(key, table)}
+    said = [f"{name}: {in_words(each)}" for name, each in found.items() if each is not None]
     more = f"; and {len(said) - MOST_NAMED} more" if len(said) > MOST_NAMED else ""
-    return "; ".join(said[:MOST_NAMED]) + more
+    others = [name for name, each in found.items() if each is None]
+    not_known = f"; not known: {', '.join(others[:MOST_NAMED])}" if others else ""
+    return "; ".join(said[:MOST_NAMED]) + more + not_known if said else ""
 
 
 def in_words(counterpart: Counterpart) -> str:

@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from rlhpc.base.near_names import nearest
 from rlhpc.protocol.errors import ConfigError
 
 _LINE = re.compile(r"at line (\d+)")
@@ -24,6 +25,11 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _QUOTES = re.compile("[“”„‘’«»`]")
 _TABLE_IN_WORDS_OF_A_LIBRARY = re.compile(r"\('([^()]*)',?\)")
 _INVISIBLE = re.compile("[\u00a0\u00ad\u200b-\u200f\u2028-\u202f\u2060\ufeff]")
+
+_LINE_OF_YAML = re.compile(r"\s*(?:- |[\"']?[\w.-]+[\"']?\s*:(?:\s|$))")
+_OTHER_FORMAT = (
+    "legal: TOML, [section] on a line of its own and key = value below it (docs/coming_from.md, for files of others)"
+)
 
 # Patterns of lines that are no `key = value`, and what is legal instead.
 _STATEMENTS = (
@@ -58,13 +64,18 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such {what}") from None
+        others = [each.stem for each in sorted(path.parent.glob("*.toml"))]
+        meant = "".join(nearest(path.stem, others))
+        hint = f" (did you mean {path.with_name(f'{meant}.toml')}?)" if meant else ""
+        raise ConfigError(f"{path}: no such {what}{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: a directory, not a {what}") from None
     text = _decoded(content, path)
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        if other := _other_format(path, text):
+            raise ConfigError(f"{path}: this is {other}; {_OTHER_FORMAT}") from error
         said = _TABLE_IN_WORDS_OF_A_LIBRARY.sub(lambda found: f"[{found[1]}]".replace("', '", "."), str(error))
         raise ConfigError(f"{path}: not TOML: {said}{_advice(text, said)}") from error
     except ValueError as error:  # Python reads no longer ones
@@ -128,6 +139,16 @@ def _decoded(content: bytes, path: Path) -> str:
         raise ConfigError(
             f"{path}: not UTF-8 at line {line}: byte 0x{content[error.start]:02x}; legal: a text saved as UTF-8"
         ) from error
+
+
+def _other_format(path: Path, text: str) -> str:
+    """The format that a whole file has in place of TOML; "" if it is TOML with a mistake."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if path.suffix == ".json" or (lines and lines[0].startswith("{")):
+        return "JSON"
+    has_no_section = not any(line.startswith("[") for line in lines)
+    is_yaml = bool(lines) and has_no_section and (lines[0] == "---" or _LINE_OF_YAML.match(lines[0]) is not None)
+    return "YAML" if path.suffix in (".yaml", ".yml") or is_yaml else ""
 
 
 def _advice(text: str, said: str) -> str:

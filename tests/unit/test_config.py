@@ -266,7 +266,7 @@ def test_a_key_in_the_wrong_table_is_answered_with_the_right_ones(run_file: Path
 @pytest.mark.parametrize(
     ("word", "whose"),
     [
-        ("x.y=1", "command line: x={"),
+        ("x.y=1", "command line: [x]: "),
         ("trainer.lerning_rate=1", "command line: trainer.lerning_rate=1: unknown key"),
         ("run.num_steps=many", "command line: run.num_steps='many': legal: "),
         ("run=3", "command line: run=3: legal: "),
@@ -274,9 +274,9 @@ def test_a_key_in_the_wrong_table_is_answered_with_the_right_ones(run_file: Path
         ("generation.top_p=0.5", "command line: generation.top_p=0.5: unknown key"),
         ("trainer.warmup_steps=500", "command line: trainer.warmup_steps=500 is more than run.num_steps="),
         ("run.num_steps=1", "{run_file} and command line: trainer.warmup_steps=2 is more than run.num_steps=1"),
-        ("run.seed=3", "{run_file}: trainr={"),
-        ("trainr.device=3", "{run_file}: trainr={"),
-        ("trainer.decay_steps=1", "{run_file}: trainr={"),
+        ("run.seed=3", "{run_file}: [trainr]: "),
+        ("trainr.device=3", "{run_file}: [trainr]: "),
+        ("trainer.decay_steps=1", "{run_file}: [trainr]: "),
     ],
 )
 def test_a_fault_is_put_down_to_whoever_brought_the_key(run_file: Path, word: str, whose: str) -> None:

@@ -84,9 +84,10 @@ class Case:
     spoil: Spoil
     says: tuple[str, ...]
     is_tried: bool = False  # a process is started that runs the user's code
+    without: str = "Traceback"  # what it must not say
 
 
-def case(what: str, spoil: Spoil, *says: str, **how: bool) -> Case:
+def case(what: str, spoil: Spoil, *says: str, **how: Any) -> Case:
     return Case(what, spoil, says, **how)
 
 
