@@ -334,7 +334,7 @@ def _headline(view: RunView, story: Story) -> list[tuple[str, str]]:
 
 
 def _idle(view: RunView) -> str:
-    """Of a complete run all of it, as its end said; of others the part in which they have settled."""
+    """Shares of idle time: of all of a complete run, as its end said; of others where they have settled."""
     if view.summary:
         return "generators {generator_idle_ratio:.0%}, trainer {trainer_idle_ratio:.0%}".format(**view.summary)
     shares = [view.mean_of(f"{who}/idle_ratio") for who in ("generator", "trainer")]
