@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ settings.register_profile("new examples", deadline=None, suppress_health_check=[
 # --hypothesis-profile="new examples".
 settings.register_profile("any machine", settings.get_profile("new examples"), derandomize=True)
 settings.load_profile("any machine")
-# What is one share each, in the order in which they are dealt; after them comes what starts whole runs, then all else.
+# What is one share each, in the order in which they are dealt; after them comes what starts whole runs, then what
+# starts processes or waits, however few tests it has, then all else.
 TOGETHER = (
     "tests/slurm/test_h",
     "tests/slurm/test_j",
@@ -40,7 +42,9 @@ TOGETHER = (
     "tests/unit/launch/test_audit",
     "tests/contracts/test_generation_engine",
 )
-UNITS = Path(__file__).parent / "unit"
+ROOT = Path(__file__).parents[1]
+UNITS = ROOT / "tests" / "unit"
+SLOW_MARKS = "mark.starts", "mark.waits", "mark.vllm"
 WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")
 
 
@@ -78,10 +82,15 @@ class Shares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type ma
             self._reschedule(node)
 
 
+@cache
 def _turn_of(share: str) -> int:
     if share in TOGETHER:
         return TOGETHER.index(share)
-    return len(TOGETHER) + (not share.startswith(WHOLE_RUNS))
+    if share.startswith(WHOLE_RUNS):
+        return len(TOGETHER)
+    text = (ROOT / share).read_text(encoding="utf-8")
+    is_slow = share.startswith("tests/contracts/") or any(mark in text for mark in SLOW_MARKS)
+    return len(TOGETHER) + (1 if is_slow else 2)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
