@@ -131,14 +131,6 @@ def test_what_holds_for_the_whole_job_stands_in_its_first_component_alone():
         assert warnings == ([f"--signal=B:USR2@{warned_s}"] if warned_s else [])
 
 
-def test_generators_are_an_array_with_a_log_each():
-    scripts = render_scripts(plan_of("generation.num_replicas=3", cluster={"placement": "jobs"}))
-    (words,) = directives(scripts["generation.sbatch"])
-    assert "--array=0-2" in words
-    assert "--output=/shared/run/logs/slurm/generation-%A_%a.log" in words
-    assert list(scripts) == ["controller.sbatch", "trainer.sbatch", "generation.sbatch"]
-
-
 # ---------------------------------------------------------------------------------------------------------------- bash
 
 
