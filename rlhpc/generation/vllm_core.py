@@ -200,10 +200,10 @@ class CoreProcesses(RunningCore):
 
             params.output_kind = RequestOutputKind.CUMULATIVE  # an output after every step, of all tokens so far
         try:
-            outputs = self._llm.generate(prompt, params, request_id, priority=priority)
-            async with contextlib.aclosing(outputs):  # which aborts a request that has not ended
-                async for output in outputs:
-                    if (finished := _finished(output, asked)) is not None:
+            answers = self._llm.generate(prompt, params, request_id, priority=priority)
+            async with contextlib.aclosing(answers):  # which aborts a request that has not ended
+                async for answer in answers:
+                    if (finished := _finished(answer, asked)) is not None:
                         return finished
         finally:
             del self._asked[request_id]
@@ -280,9 +280,9 @@ class CoreProcesses(RunningCore):
         return next((processor.request_states[name] for name in names if name in processor.request_states), None)
 
 
-def _finished(output: Any, asked: _FrontEndRequest) -> FinishedSample | None:
+def _finished(answer: Any, asked: _FrontEndRequest) -> FinishedSample | None:
     """Return what vLLM's RequestOutput says of a request that has ended, or of which a stop string is complete."""
-    completion = output.outputs[0]
+    completion = answer.outputs[0]
     end, reason = asked.end_in(completion.token_ids), completion.finish_reason
     if end is not None:  # vLLM's own lists go on to grow
         part = FlatPart(completion.logprobs.logprobs[:], completion.logprobs.start_indices[:end])
@@ -290,14 +290,14 @@ def _finished(output: Any, asked: _FrontEndRequest) -> FinishedSample | None:
     if reason is None:
         return None
     whole = PartialCompletion(completion.token_ids, completion.logprobs, reason)
-    return FinishedSample(len(output.prompt_token_ids), whole, _of_prompt(output))
+    return FinishedSample(len(answer.prompt_token_ids), whole, _of_prompt(answer))
 
 
-def _of_prompt(output: Any) -> Float32 | None:
+def _of_prompt(answer: Any) -> Float32 | None:
     """Log-probabilities of a prompt's own tokens, of which vLLM makes a dictionary each."""
-    if output.prompt_logprobs is None:
+    if answer.prompt_logprobs is None:
         return None
-    pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    pairs = zip(answer.prompt_logprobs[1:], answer.prompt_token_ids[1:], strict=True)
     return np.asarray([each[token].logprob for each, token in pairs], np.float32)
 
 

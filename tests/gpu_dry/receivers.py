@@ -24,7 +24,7 @@ def receivers() -> dict[str, Receivers]:
         "rlhpc/generation/vllm_core.py": Receivers(
             {
                 "self._llm": LLM,
-                "output": ("vllm.outputs.RequestOutput",),
+                "answer": ("vllm.outputs.RequestOutput",),
                 "completion": COMPLETION,
             },
             nothing,
