@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from rlhpc.base.processes import child_command, child_environment, end_with_parent
+from rlhpc.base.processes import child_command, child_environment, die_with, end_with_parent, keep_pipes, stay_at
 from rlhpc.base.user_code import load, try_out
 from rlhpc.protocol.errors import ConfigError, RoleFailed
 
@@ -408,12 +408,10 @@ def _kill(pid: int) -> None:
 
 def main(parent_pid: int, what: Sequence[str]) -> int:
     """Serve until the pipe closes.  Returns the exit status."""
-    _heed_signals(parent_pid)
-    inbox, outbox = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)  # what a function prints goes to the log
+    stay_at(_LEFT_TO_THE_GENERATOR)
+    signal.signal(_PARENT_DIED, _leave)
+    die_with(parent_pid, _PARENT_DIED)
+    inbox, outbox = keep_pipes()
     function, command = (None, what[1:]) if what[0] == "--" else (what[0], ())
     host = Host(None, command, inbox, outbox)
     try:
@@ -445,21 +443,8 @@ def _refuse_parameters(name: str, function: Callable[..., object]) -> None:
         return
 
 
-def _heed_signals(parent_pid: int) -> None:
-    """Those of a job are the generator's to obey; its death is ours."""
-
-    def stay(_number: int, _frame: FrameType | None) -> None:
-        pass
-
-    def leave(_number: int, _frame: FrameType | None) -> None:
-        sys.exit(0)
-
-    for number in _LEFT_TO_THE_GENERATOR:
-        signal.signal(number, stay)
-    signal.signal(_PARENT_DIED, leave)
-    end_with_parent(_PARENT_DIED)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os._exit(1)
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,40 @@ def child_environment(**settings: str) -> dict[str, str]:
     return os.environ | own | settings
 
 
+def keep_pipes() -> tuple[int, int]:
+    """Return descriptors of what was standard input and output; what runs here gets an empty input, and the log."""
+    kept = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return kept
+
+
+def stay_at(numbers: Iterable[int]) -> None:
+    """Do nothing at these signals, which Slurm sends to every process of a job: another process knows when to go.
+
+    A handler that does nothing, not SIG_IGN: that would be inherited by programs which this process starts.
+    """
+    for number in numbers:
+        signal.signal(number, lambda _number, _frame: None)
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str], *others: str) -> Iterator[None]:
+    """Set environment variables for a block, and restore them afterwards, with others that the block may set."""
+    before = {name: os.environ.get(name) for name in (*variables, *others)}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 # ----------------------------------------------------------------------------------------------------- process identity
 #
 # Identify a process on a machine, robust against reused pids and changed clocks.
@@ -212,9 +246,9 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def die_with(parent: int) -> None:
-    """Be killed, in a child between fork and exec, when `parent`, the process that forked it, ends."""
-    end_with_parent()
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Be sent this signal when `parent`, the process that started this one, ends; end now if it has."""
+    end_with_parent(number)
     if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(1)
 
@@ -257,7 +291,7 @@ def end_children() -> None:
     A child that the kernel does not end within seconds (a hanging driver) is left behind.
     """
     deadline = Deadline(_KILLED_S)
-    while not deadline.is_over and (children := _children()):
+    while not deadline.is_over and (children := own_children()):
         for pid in children:
             with suppress(ProcessLookupError, ChildProcessError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -265,8 +299,8 @@ def end_children() -> None:
         time.sleep(_POLL_S)
 
 
-def _children() -> list[int]:
-    """Children of all threads of this process; none if the kernel does not list them."""
+def own_children() -> list[int]:
+    """Return the children of all threads of this process; none if the kernel does not list them."""
     found = []
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):

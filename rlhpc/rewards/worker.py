@@ -16,13 +16,12 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 from msgspec.structs import replace
 
-from rlhpc.base.processes import end_with_parent
+from rlhpc.base.processes import die_with, keep_pipes, own_children, stay_at
 from rlhpc.base.user_code import is_import_path, line_of
 from rlhpc.protocol.contracts import RewardFunction, RewardOutcome
 from rlhpc.rewards.environments import VARIABLE as ENVIRONMENTS
@@ -60,9 +59,6 @@ if TYPE_CHECKING:
 # sandbox's server, is another program.  Costs nothing where nothing is forked.  Linux only; elsewhere none is found.
 
 
-_TASKS = Path("/proc/self/task")
-
-
 class ForkWatch:
     """Watches one process, for as long as it lives."""
 
@@ -80,7 +76,7 @@ class ForkWatch:
         if not self._has_forked:
             return 0
         self._has_forked, ended = False, 0
-        for pid in _children():
+        for pid in own_children():
             if _is_copy(pid):
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
@@ -90,16 +86,6 @@ class ForkWatch:
 
     def _note(self) -> None:
         self._has_forked = True
-
-
-def _children() -> frozenset[int]:
-    """Process ids of all children of this process, those that have ended and were not waited for included."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for thread in _TASKS.iterdir():
-            with contextlib.suppress(OSError):
-                found.update(map(int, (thread / "children").read_text().split()))
-    return frozenset(found)
 
 
 def _is_copy(pid: int) -> bool:
@@ -125,11 +111,12 @@ _Question = JudgeRequest | DialogueRequest
 
 def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
     """Serve until the pipe closes.  Returns the exit status."""
-    _die_with(parent_pid)
-    _leave_signals_to_the_service()
+    die_with(parent_pid)
+    stay_at((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(memory_limit_bytes)
-    requests, replies = _take_pipes()
+    inbox, outbox = keep_pipes()
+    requests, replies = os.fdopen(inbox, "rb"), os.fdopen(outbox, "wb")
     functions: dict[str, RewardFunction] = {}
     try:
         for task in tasks:
@@ -312,26 +299,6 @@ def _spelt_out(value: Any) -> Any:
     return value
 
 
-def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; Linux only, elsewhere the pipe closes."""
-    end_with_parent()
-    if os.getppid() != parent_pid:  # it died before prctl was called
-        os._exit(1)
-
-
-def _leave_signals_to_the_service() -> None:
-    """Slurm signals every process of a step, but only the service knows when its workers may go.
-
-    A handler that does nothing, not SIG_IGN: that would be inherited by programs which a reward function starts.
-    """
-
-    def stay(_number: int, _frame: FrameType | None) -> None:
-        pass
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, stay)
-
-
 def _limit_memory(limit_bytes: int) -> None:
     """Limit this process's address space; tasks may have other limits, so that the hard limit stays as it was."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -339,16 +306,6 @@ def _limit_memory(limit_bytes: int) -> None:
     wanted = hard if limit_bytes <= 0 or is_above else limit_bytes
     if soft != wanted:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the pipes for frames; leave the reward function an empty input and the log as output."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return requests, replies
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.base.patience import Deadline
+from rlhpc.base.processes import variables_set
 from rlhpc.protocol.errors import GroupFailed
 
 # ------------------------------------------------------------------------------------------------------------- lifeline
@@ -187,7 +188,7 @@ def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedel
     # stop decoding until the publisher sends.
     options = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
-    with _environment(WITHOUT_WATCHDOG):
+    with variables_set(WITHOUT_WATCHDOG):
         return c10d.ProcessGroupNCCL(c10d.PrefixStore("weights/", store), rank, world_size, options)
 
 
@@ -248,20 +249,6 @@ def abort(group: Any) -> None:
     thread = threading.Thread(target=cut, name="weights-abort", daemon=True)
     thread.start()
     thread.join(ABORT_S)
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # ------------------------------------------------------------------------------------------------------ rendezvous file

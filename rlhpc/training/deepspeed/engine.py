@@ -13,10 +13,9 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -35,6 +34,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import Tensor, nn
 
+from rlhpc.base.processes import variables_set
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
@@ -51,22 +51,12 @@ from rlhpc.training.trainer_state import STATE_KINDS
 SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # by deepspeed; it changes how torch looks for GPUs
 
 
-@contextmanager
-def accelerator_environment(device: torch.device) -> Iterator[None]:
+def accelerator_environment(device: torch.device) -> AbstractContextManager[None]:
     """Set the variables for DeepSpeed's accelerator and this rank's device; restore them afterwards."""
     wanted = {"LOCAL_RANK": str(device.index or 0)}
     if device.type == "cpu":
         wanted["DS_ACCELERATOR"] = "cpu"  # also where there is a GPU
-    before = {name: os.environ.get(name) for name in (*wanted, SET_BY_IMPORT)}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return variables_set(wanted, SET_BY_IMPORT)
 
 
 # --------------------------------------------------------------------------------------------------------------- policy
