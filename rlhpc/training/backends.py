@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,10 +25,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhpc.protocol.contracts import PolicyLoss, TrainerBackend
+from rlhpc.protocol.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
 from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.checkpoint_tensors import ShardedTensorSpec
-from rlhpc.training.logprob import MetricSums, all_but_first, of_row, sums_over_ranks, token_row
+from rlhpc.training.logprob import MetricSums, all_but_first, all_ranks_agree, of_row, sums_over_ranks, token_row
 from rlhpc.training.trainer_state import STATE_KINDS, TrainerCheckpoint, on_all_ranks, read_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------- determinism
@@ -275,10 +276,32 @@ class StepSums:
     metrics: MetricSums = field(default_factory=MetricSums)
 
 
+class SteppedOptimizer(Protocol):
+    """An optimiser whose step is voted on; FlatAdamW and MegatronAdamW are."""
+
+    num_steps_applied: int
+
+    def zero_gradients(self) -> None:
+        """Zero the accumulated gradients."""
+
+    def publish(self) -> None:
+        """Copy masters that were written from outside into the parameters."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients."""
+
+    def clip(self, gradient_norm: float, max_norm: float) -> None:
+        """Scale the gradients to the norm max_norm if theirs, `gradient_norm`, is larger."""
+
+    def step(self, *, learning_rate: float, weight_decay: float) -> None:
+        """Apply the gradients."""
+
+
 class StatefulBackend(TrainerBackend):
     """Backends whose constructor sets these parts."""
 
     _device: torch.device
+    _optimizer: SteppedOptimizer  # where what uses it is not overridden
     _reference: HeldParameters
     _average: WeightAverage
     _saver: StateSaver
@@ -288,6 +311,11 @@ class StatefulBackend(TrainerBackend):
     def device(self) -> str:
         """ "cpu" or "cuda"."""
         return self._device.type
+
+    @property
+    def num_steps_applied(self) -> int:
+        """Read from the optimiser, which skipped steps do not touch."""
+        return self._optimizer.num_steps_applied
 
     def hold_reference(self, memory: str) -> None:
         """See TrainerBackend; every rank holds the parameters that it has."""
@@ -328,13 +356,56 @@ class StatefulBackend(TrainerBackend):
             is_last_part=False,
         )
 
-    def _begin_last_part(self, num_loss_tokens: int) -> StepSums:
-        """Sums for the rest of a step, which is all of it if nothing is accumulated: gradients are then zero."""
-        accumulated, self._accumulated = self._accumulated, None
-        if accumulated is None:
+    def step(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
+        num_loss_tokens: int,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        may_apply: StepGate | None = None,
+    ) -> StepResult:
+        """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
+        sums, self._accumulated = self._accumulated, None
+        if sums is None:
             self._zero_gradients()
-            return StepSums(num_loss_tokens)
-        return accumulated
+            sums = StepSums(num_loss_tokens)
+        anchors = {"proximal": proximal, "reference": reference}
+        self._add_gradients(
+            microbatches, loss, anchors, sums, has_entropy_gradient=has_entropy_gradient, is_last_part=True
+        )
+        return self._apply(sums, num_loss_tokens, learning_rate, weight_decay, max_grad_norm, may_apply)
+
+    def _apply(
+        self,
+        sums: StepSums,
+        num_loss_tokens: int,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        may_apply: StepGate | None,
+    ) -> StepResult:
+        """Vote, clip and step, by the gradients and metrics of all parts."""
+        if sums.divisor != num_loss_tokens:
+            self._optimizer.scale_gradients(sums.divisor / num_loss_tokens)
+        metrics, grad_norm, own_norm = self._measured(sums.metrics)
+        is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
+        is_allowed = may_apply is None or may_apply(metrics, grad_norm)
+        applied = all_ranks_agree(is_finite and is_allowed, self._device)
+        if applied:
+            self._optimizer.clip(grad_norm, max_grad_norm)
+            self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        is_known = applied or (is_finite and not is_allowed)
+        return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
+
+    def _measured(self, sums: MetricSums) -> tuple[dict[str, float], float, float]:
+        """Metrics and gradient norm of the step, the same on all ranks, and the norm that this one has measured."""
+        raise NotImplementedError
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; every number comes from the lowest rank that keeps it."""
@@ -363,9 +434,9 @@ class StatefulBackend(TrainerBackend):
         self._publish(num_steps_applied)
         write_rng(rng, self._device)
 
-    @abstractmethod
     def _zero_gradients(self) -> None:
         """Drop whatever is accumulated."""
+        self._optimizer.zero_gradients()
 
     @abstractmethod
     def _add_gradients(
@@ -384,9 +455,10 @@ class StatefulBackend(TrainerBackend):
     def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
         """Fill this rank's part of the state `into` with the checkpoint's tensors of `kind`."""
 
-    @abstractmethod
     def _publish(self, num_steps_applied: int) -> None:
         """Copy the masters that were read into the parameters, and set the step counter."""
+        self._optimizer.num_steps_applied = num_steps_applied
+        self._optimizer.publish()
 
 
 class ReplicatedBackend(StatefulBackend):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from rlhpc.config.rules import Config
 from rlhpc.models.shape import LAYER_TYPES
 from rlhpc.models.weights import object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
@@ -143,6 +144,17 @@ class CausalLM:
             TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
             for name, parameter in self.parameters.items()
         )
+
+
+def load_trained(config: Config, device: torch.device, *, has_value_head: bool) -> CausalLM:
+    """Load the model of a run, or its critic, as load_causal_lm."""
+    model = load_causal_lm(
+        config.model.path,
+        device=device,
+        recompute_activations=config.trainer.recompute_activations == "full",
+        max_tokens=config.generation.max_tokens,
+    )
+    return with_value_head(model) if has_value_head else model
 
 
 def load_causal_lm(

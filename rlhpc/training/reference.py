@@ -7,8 +7,7 @@ float32 master weights; log-probabilities, loss, gradient sums and moments are f
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from rlhpc.config.rules import Config
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS
-from rlhpc.protocol.contracts import PolicyLoss, StepGate, StepResult
 from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
 from rlhpc.training.backends import HeldParameters, ReplicatedBackend, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
@@ -27,13 +25,12 @@ from rlhpc.training.checkpoint_tensors import Shard
 from rlhpc.training.hf_model import (
     CausalLM,
     cast_parameters,
-    load_causal_lm,
+    load_trained,
     named_on_disk,
     on_disk,
     sharded_on_disk,
-    with_value_head,
 )
-from rlhpc.training.logprob import all_ranks_agree, on_device, scattered
+from rlhpc.training.logprob import MetricSums, on_device, scattered
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
 from rlhpc.training.trainer_state import FlatAdamW, TrainerCheckpoint
@@ -52,6 +49,8 @@ class ReferenceSettings:
 
 class ReferenceBackend(ReplicatedBackend):
     """Data parallelism by one all-reduce of one flat float32 gradient."""
+
+    _optimizer: FlatAdamW
 
     def __init__(
         self, model: CausalLM, settings: ReferenceSettings, *, rank: int, world_size: int, owns_group: bool = False
@@ -89,13 +88,7 @@ class ReferenceBackend(ReplicatedBackend):
         """
         device = device_of(config.trainer.device, context.rank)
         torch.manual_seed(config.run.seed)
-        model = load_causal_lm(
-            config.model.path,
-            device=device,
-            recompute_activations=config.trainer.recompute_activations == "full",
-            max_tokens=config.generation.max_tokens,
-        )
-        model = with_value_head(model) if has_value_head else model
+        model = load_trained(config, device, has_value_head=has_value_head)
         owns_group = context.world_size > 1 and not dist.is_initialized()
         if owns_group:
             open_process_group(context, device)
@@ -108,48 +101,12 @@ class ReferenceBackend(ReplicatedBackend):
         )
         return cls(model, settings, rank=context.rank, world_size=context.world_size, owns_group=owns_group)
 
-    @property
-    def num_steps_applied(self) -> int:
-        """Read from the optimiser, which skipped steps do not touch."""
-        return self._optimizer.num_steps_applied
-
-    def step(
-        self,
-        microbatches: Sequence[PackedMicrobatch],
-        loss: PolicyLoss,
-        *,
-        proximal: Sequence[Tensor] | None,
-        reference: Sequence[Tensor] | None = None,
-        has_entropy_gradient: bool = False,
-        num_loss_tokens: int,
-        learning_rate: float,
-        weight_decay: float,
-        max_grad_norm: float,
-        may_apply: StepGate | None = None,
-    ) -> StepResult:
-        """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
-        sums = self._begin_last_part(num_loss_tokens)
-        anchors = {"proximal": proximal, "reference": reference}
-        self._add_gradients(
-            microbatches, loss, anchors, sums, has_entropy_gradient=has_entropy_gradient, is_last_part=True
-        )
-        metrics = sums.metrics.over_ranks(self._device)
-        if sums.divisor != num_loss_tokens:
-            self._optimizer.gradients.mul_(sums.divisor / num_loss_tokens)
+    def _measured(self, sums: MetricSums) -> tuple[dict[str, float], float, float]:
+        metrics = sums.over_ranks(self._device)
         if self._world_size > 1:
             dist.all_reduce(self._optimizer.gradients)
         grad_norm = self._optimizer.gradient_norm()
-        is_finite = math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
-        is_allowed = may_apply is None or may_apply(metrics, grad_norm)
-        applied = all_ranks_agree(is_finite and is_allowed, self._device)
-        if applied:
-            self._optimizer.clip(grad_norm, max_grad_norm)
-            self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
-        is_known = applied or (is_finite and not is_allowed)
-        return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
-
-    def _zero_gradients(self) -> None:
-        self._optimizer.zero_gradients()
+        return metrics, grad_norm, grad_norm
 
     def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:
         if loss_sum.requires_grad:  # not so for a row without loss tokens
@@ -205,10 +162,6 @@ class ReferenceBackend(ReplicatedBackend):
         here = dict(pair for spec in self._model.tensor_specs() for pair in named_on_disk(spec, parameters[spec.name]))
         for _, name, tensor in checkpoint.tensors(kind):
             here[name].copy_(tensor)
-
-    def _publish(self, num_steps_applied: int) -> None:
-        self._optimizer.num_steps_applied = num_steps_applied
-        self._optimizer.publish()
 
     def close(self) -> None:
         """Wait for a running save, then leave the process group.  Idempotent."""

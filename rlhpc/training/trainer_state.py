@@ -112,6 +112,10 @@ class FlatAdamW:
         """Zero the accumulated gradients."""
         self.gradients.zero_()
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients, before gradient_norm()."""
+        self.gradients.mul_(factor)
+
     def gradient_norm(self) -> float:
         """Global L2 norm of the accumulated gradients.
 

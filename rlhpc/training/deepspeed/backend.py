@@ -10,7 +10,7 @@ not finite makes its gradients nan, so that DeepSpeed's own check of the global 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +25,13 @@ from torch import Tensor
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS
-from rlhpc.protocol.contracts import PolicyLoss, StepGate, StepResult
+from rlhpc.protocol.contracts import StepGate, StepResult
 from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
-from rlhpc.training.backends import HeldParameters, ReplicatedBackend, WeightAverage
+from rlhpc.training.backends import HeldParameters, ReplicatedBackend, StepSums, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import BUCKET_ELEMENTS, TensorSource, gather_stream
 from rlhpc.training.deepspeed.engine import ZeroPolicy, ZeroState, accelerator_environment
-from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm, named_on_disk, on_disk, with_value_head
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk
 from rlhpc.training.logprob import all_ranks_agree, on_device, scattered
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
@@ -97,13 +97,7 @@ class DeepSpeedBackend(ReplicatedBackend):
         """
         device = device_of(config.trainer.device, context.rank)
         torch.manual_seed(config.run.seed)
-        model = load_causal_lm(
-            config.model.path,
-            device=torch.device("cpu"),
-            recompute_activations=config.trainer.recompute_activations == "full",
-            max_tokens=config.generation.max_tokens,
-        )
-        model = with_value_head(model) if has_value_head else model
+        model = load_trained(config, torch.device("cpu"), has_value_head=has_value_head)
         settings = ZeroSettings(config.trainer, DTYPES[config.model.dtype], config.generation.temperature)
         if dist.is_initialized():
             return cls(model, settings, device=device)
@@ -122,33 +116,23 @@ class DeepSpeedBackend(ReplicatedBackend):
 
     # --------------------------------------------------------------------------------------------- forward and step
 
-    def step(
+    def _apply(
         self,
-        microbatches: Sequence[PackedMicrobatch],
-        loss: PolicyLoss,
-        *,
-        proximal: Sequence[Tensor] | None,
-        reference: Sequence[Tensor] | None = None,
-        has_entropy_gradient: bool = False,
+        sums: StepSums,
         num_loss_tokens: int,
         learning_rate: float,
         weight_decay: float,
         max_grad_norm: float,
-        may_apply: StepGate | None = None,
+        may_apply: StepGate | None,
     ) -> StepResult:
-        """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed.
+        """See StatefulBackend; the vote is a part of DeepSpeed's step.
 
-        Every rank must have the same number of micro-batches: ZeRO communicates in each.
+        Every rank must have had the same number of micro-batches: ZeRO communicates in each.
         """
         zero = self._engine.optimizer
         for group in zero.optimizer.param_groups:
             group.update(lr=learning_rate, weight_decay=weight_decay if group["decays"] else 0.0)
         zero.clip_grad = max_grad_norm
-        sums = self._begin_last_part(num_loss_tokens)
-        anchors = {"proximal": proximal, "reference": reference}
-        self._add_gradients(
-            microbatches, loss, anchors, sums, has_entropy_gradient=has_entropy_gradient, is_last_part=True
-        )
         metrics = sums.metrics.over_ranks(self._device)
         with self._gate.asking(
             lambda norm: all_ranks_agree(may_apply is None or may_apply(metrics, norm), self._device),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,13 +29,13 @@ from torch import Tensor
 
 from rlhpc.config.rules import Config
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ParallelLayout
-from rlhpc.protocol.contracts import PolicyLoss, StepGate, StepResult
+from rlhpc.protocol.contracts import PolicyLoss
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
 from rlhpc.training.backends import HeldParameters, NoneOrRows, StatefulBackend, StepSums, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import gather_stream
-from rlhpc.training.logprob import MetricSums, all_but_first, all_ranks_agree, of_row, sums_over_ranks, token_row
+from rlhpc.training.logprob import MetricSums, all_but_first, of_row, plain_row, sums_over_ranks, token_row
 from rlhpc.training.megatron.attention import LocalRow, whole_row
 from rlhpc.training.megatron.checkpoint import (
     DistributedSaver,
@@ -185,7 +184,7 @@ class Schedule:
         if self._layout.chunks == 1:
             return list(work)
         missing = -len(work) % self._layout.pipeline
-        return [*work, *[Work(_one_token(), np.zeros(1, dtype=bool))] * missing]
+        return [*work, *[Work(plain_row(np.zeros(1, np.int32)), np.zeros(1, dtype=bool))] * missing]
 
     @staticmethod
     def _step(
@@ -223,43 +222,26 @@ def _finish_sums(chunks: list[Any], num_tokens: Tensor | None, **keywords: Any) 
     finalize_model_grads(chunks, None, **keywords)
 
 
-def _one_token() -> PackedMicrobatch:
-    none = np.zeros(1, dtype=np.float32)
-    return PackedMicrobatch(
-        token_ids=np.zeros(1, dtype=np.int32),
-        position_ids=np.zeros(1, dtype=np.int32),
-        cu_seqlens=np.array([0, 1], dtype=np.int32),
-        loss_mask=np.zeros(1, dtype=np.bool_),
-        behaviour_logprobs=none,
-        advantages=none,
-        versions=np.full(1, -1, dtype=np.int32),
-        loss_weights=np.ones(1, dtype=np.float32),
-    )
-
-
 # -------------------------------------------------------------------------------------------------------------- backend
 
 
 LEAD_RANK = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronSettings:
-    """Settings that do not change between steps."""
-
-    temperature: float
-    chunk_tokens: int
-    trainer_format: str  # of checkpoints to be written
-
-
 class MegatronBackend(StatefulBackend):
     """One rank's part of the model; the process groups of this process belong to it until close()."""
 
+    _optimizer: MegatronAdamW
+
     def __init__(
-        self, rank_model: RankModel, optimizer: MegatronAdamW, schedule: Schedule, settings: MegatronSettings
+        self, rank_model: RankModel, optimizer: MegatronAdamW, schedule: Schedule, temperature: float, saved_as: str
     ) -> None:
-        """Take over a loaded model, and the optimizer and schedule made of its chunks.  A collective."""
-        self._model, self._optimizer, self._schedule, self._settings = rank_model, optimizer, schedule, settings
+        """Take over a loaded model, and the optimizer and schedule made of its chunks.  A collective.
+
+        saved_as: checkpoint.trainer_format.
+        """
+        self._model, self._optimizer, self._schedule = rank_model, optimizer, schedule
+        self._temperature = temperature
         self._layout, self._device = rank_model.layout, rank_model.device
         self._rank = dist.get_rank()
         self._dp_rank: int = parallel_state.get_data_parallel_rank()
@@ -268,7 +250,7 @@ class MegatronBackend(StatefulBackend):
         # Losses are computed on the last stage; its first rank reports for all, being tensor, context and data rank 0.
         self._speaker = self._layout.num_ranks - self._layout.num_ranks // self._layout.pipeline
         self._state = RankState(rank_model, optimizer.shards, self._exchange)
-        self._saver = self._open_saver()
+        self._saver = self._open_saver(saved_as)
         self._average = WeightAverage(self._state.items, partial(self._state.own, "weights"))
         self._is_open, self._undo = True, ExitStack()  # closes the groups that this backend has opened
 
@@ -313,7 +295,8 @@ class MegatronBackend(StatefulBackend):
             model,
             optimizer,
             Schedule(wrapped, model.layout, device),
-            MegatronSettings(config.generation.temperature, LOGPROB_CHUNK_TOKENS, config.checkpoint.trainer_format),
+            config.generation.temperature,
+            config.checkpoint.trainer_format,
         )
         if dtype != torch.float32:
             # Main weights were copied from rounded ones; the checkpoint may have them in full precision.
@@ -321,9 +304,9 @@ class MegatronBackend(StatefulBackend):
                 backend._state.read("weights", source)
         return backend
 
-    def _open_saver(self) -> BackgroundSaver | DistributedSaver:
+    def _open_saver(self, saved_as: str) -> BackgroundSaver | DistributedSaver:
         group = open_save_group()
-        if self._settings.trainer_format == "megatron":
+        if saved_as == "megatron":
             sharded = ShardedState(self._model, self._optimizer.shards)
             return DistributedSaver(sharded, self._exchange, fingerprint=fingerprint(self._model.specs), group=group)
         return BackgroundSaver(
@@ -339,11 +322,6 @@ class MegatronBackend(StatefulBackend):
     def dp_size(self) -> int:
         """Number of replicas."""
         return self._layout.data
-
-    @property
-    def num_steps_applied(self) -> int:
-        """Read from the optimiser, which skipped steps do not touch."""
-        return self._optimizer.num_steps_applied
 
     @property
     def is_rank_zero(self) -> bool:
@@ -372,41 +350,10 @@ class MegatronBackend(StatefulBackend):
                 dist.broadcast(row, last, group=group)
         return rows
 
-    def step(
-        self,
-        microbatches: Sequence[PackedMicrobatch],
-        loss: PolicyLoss,
-        *,
-        proximal: Sequence[Tensor] | None,
-        reference: Sequence[Tensor] | None = None,
-        has_entropy_gradient: bool = False,
-        num_loss_tokens: int,
-        learning_rate: float,
-        weight_decay: float,
-        max_grad_norm: float,
-        may_apply: StepGate | None = None,
-    ) -> StepResult:
-        """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
-        sums = self._begin_last_part(num_loss_tokens)
-        anchors = {"proximal": proximal, "reference": reference}
-        self._add_gradients(
-            microbatches, loss, anchors, sums, has_entropy_gradient=has_entropy_gradient, is_last_part=True
-        )
-        if sums.divisor != num_loss_tokens:
-            self._optimizer.scale_gradients(sums.divisor / num_loss_tokens)
+    def _measured(self, sums: MetricSums) -> tuple[dict[str, float], float, float]:
         own_norm = self._optimizer.gradient_norm()
-        metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums.metrics), own_norm))
-        is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
-        is_allowed = may_apply is None or may_apply(metrics, grad_norm)
-        applied = all_ranks_agree(is_finite and is_allowed, self._device)
-        if applied:
-            self._optimizer.clip(grad_norm, max_grad_norm)
-            self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
-        is_known = applied or (is_finite and not is_allowed)
-        return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
-
-    def _zero_gradients(self) -> None:
-        self._optimizer.zero_gradients()
+        metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums), own_norm))
+        return metrics, grad_norm, own_norm
 
     def _add_gradients(
         self,
@@ -432,8 +379,8 @@ class MegatronBackend(StatefulBackend):
     def _request(
         self, *, want_entropy: bool, has_entropy_gradient: bool = False, temperature: float | None = None
     ) -> HeadRequest:
-        temperature = self._settings.temperature if temperature is None else temperature
-        return HeadRequest(temperature, self._settings.chunk_tokens, want_entropy, has_entropy_gradient)
+        temperature = self._temperature if temperature is None else temperature
+        return HeadRequest(temperature, LOGPROB_CHUNK_TOKENS, want_entropy, has_entropy_gradient)
 
     def _summed(self, sums: MetricSums) -> dict[str, float]:
         """Sums over micro-batches and replicas, on the last stage; nothing on other stages."""
@@ -474,10 +421,6 @@ class MegatronBackend(StatefulBackend):
     def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
         with checkpoint.source(kind) as source:
             self._state.read(into, source)
-
-    def _publish(self, num_steps_applied: int) -> None:
-        self._optimizer.num_steps_applied = num_steps_applied
-        self._optimizer.publish()
 
     def close(self) -> None:
         """Wait for a running save, then leave the process groups.  Idempotent."""

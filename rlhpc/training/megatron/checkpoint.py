@@ -257,13 +257,13 @@ class DistributedSaver:
         """Nothing runs between calls."""
 
     def _write(self, directory: Path, num_steps_applied: int, rng: dict[str, str]) -> dict[str, int]:
-        agree, is_rank_zero = _Agreement(self._exchange), dist.get_rank() == LEAD_RANK
-        agree.after(lambda: _begin(directory) if is_rank_zero else None)
+        agree, is_rank_zero = partial(_agreed, self._exchange), dist.get_rank() == LEAD_RANK
+        agree(lambda: _begin(directory) if is_rank_zero else None)
         tensors: dict[str, Any] = {}
         for kind in STATE_KINDS:
             tensors |= self._plan.to_write(kind, self._group)
         _write_shards(directory, tensors, self._group)
-        records = agree.after(lambda: _records_of_own_files(directory, is_rank_zero=is_rank_zero))
+        records = agree(lambda: _records_of_own_files(directory, is_rank_zero=is_rank_zero))
         files = {name: record for of_rank in self._exchange.of_all(records) for name, record in of_rank.items()}
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -272,7 +272,7 @@ class DistributedSaver:
             "files": files,
             "rng": rng,
         }
-        num_bytes = agree.after(lambda: _write_manifest(directory, manifest) if is_rank_zero else 0)
+        num_bytes = agree(lambda: _write_manifest(directory, manifest) if is_rank_zero else 0)
         if not is_rank_zero:
             return {}
         return {name: record["num_bytes"] for name, record in files.items()} | {MEGATRON_STATE_FILE: num_bytes}
@@ -292,10 +292,9 @@ class DistributedCheckpoint:
         Raises CheckpointError on all ranks if a verified file cannot be read any more; the state is mixed then.  Step
         counters and MegatronAdamW.publish are the caller's.
         """
-        agree = _Agreement(exchange)
         for kind in STATE_KINDS:
-            # Has collectives within `agree`: their errors are raised on every rank.
-            state.take(kind, agree.after(partial(self._load, state.to_read(kind))))
+            # Has collectives within _agreed: their errors are raised on every rank.
+            state.take(kind, _agreed(exchange, partial(self._load, state.to_read(kind))))
 
     def _load(self, wanted: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -322,7 +321,7 @@ def is_distributed_checkpoint(directory: Path, exchange: Exchange) -> bool:
         except OSError as error:
             raise CheckpointError(f"{directory}: cannot be read: {error}") from error
 
-    return bool(exchange.from_rank(LEAD_RANK, _Agreement(exchange).after(is_there)))
+    return bool(exchange.from_rank(LEAD_RANK, _agreed(exchange, is_there)))
 
 
 def verify_distributed(directory: Path, exchange: Exchange, *, fingerprint: str) -> DistributedCheckpoint:
@@ -340,28 +339,21 @@ def verify_distributed(directory: Path, exchange: Exchange, *, fingerprint: str)
             check_file(directory / name, FileRecord(**manifest["files"][name]), verify_content=True)
         return manifest
 
-    manifest = _Agreement(exchange).after(verify)
+    manifest = _agreed(exchange, verify)
     return DistributedCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"])
 
 
-class _Agreement:
-    """All ranks continue together, or all raise the error of the first."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def after(self, action: Callable[[], Made]) -> Made:
-        """Return what `action` does here.  A collective; raises CheckpointError everywhere if it does anywhere."""
-        made: list[Made] = []
-        error: CheckpointError | None = None
-        try:
-            made.append(action())
-        except CheckpointError as failure:
-            error = failure
-        told = [problem for problem in self._exchange.of_all("" if error is None else str(error)) if problem]
-        if told:
-            raise CheckpointError(told[0]) from error
-        return made[0]
+def _agreed(exchange: Exchange, action: Callable[[], Made]) -> Made:
+    """Return what `action` does here.  A collective; raises CheckpointError everywhere if it does anywhere."""
+    error: CheckpointError | None = None
+    try:
+        made = action()
+    except CheckpointError as failure:
+        error = failure
+    told = [problem for problem in exchange.of_all("" if error is None else str(error)) if problem]
+    if told:
+        raise CheckpointError(told[0]) from error
+    return made
 
 
 def _begin(directory: Path) -> None:

@@ -196,16 +196,12 @@ class MegatronAdamW:
         self._optimizer = _build(self._chunks, settings)
         if settings.is_offloaded:
             gc.collect()  # Megatron pins the host's copy twice, and the first is garbage in a reference cycle
-        self._shards = shards_of(self._optimizer)
+        # What this rank keeps of the optimiser's state; write to it only before setting num_steps_applied.
+        self.shards: Sequence[OptimizerShard] = shards_of(self._optimizer)
         self._num_steps_applied = 0
         for inner in torch_optimizers(self._optimizer):
             _make_fused(inner)
         self._refuse_other_decay()
-
-    @property
-    def shards(self) -> Sequence[OptimizerShard]:
-        """What this rank keeps of the optimiser's state; write to it only before setting num_steps_applied."""
-        return self._shards
 
     @property
     def num_steps_applied(self) -> int:
@@ -215,7 +211,7 @@ class MegatronAdamW:
     @num_steps_applied.setter
     def num_steps_applied(self, value: int) -> None:
         self._num_steps_applied = value
-        for shard in self._shards:
+        for shard in self.shards:
             shard.set_step(value)
 
     def zero_gradients(self) -> None:
@@ -258,7 +254,7 @@ class MegatronAdamW:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy main weights that were written from outside into the model's parameters.  A collective."""
-        for shard in self._shards:
+        for shard in self.shards:
             shard.publish_to_device()
         for part in self._optimizer.chained_optimizers:
             if not part.is_stub_optimizer and hasattr(part, "_copy_main_params_to_model_params"):
@@ -269,7 +265,7 @@ class MegatronAdamW:
 
     def _refuse_other_decay(self) -> None:
         """Check that Megatron decays exactly the matrices, the router of a mixture included."""
-        dimensions = {id(shard.main): shard.parameter.ndim for shard in self._shards}
+        dimensions = {id(shard.main): shard.parameter.ndim for shard in self.shards}
         for group in self._optimizer.param_groups:
             for main in group["params"]:
                 assert (group["wd_mult"] == 1.0) == (dimensions[id(main)] >= 2), "has the wrong weight decay"
