@@ -272,7 +272,7 @@ class Ring:
         await self.loop.begin()
         self.generate()
         writing = asyncio.create_task(self.recorder.run())
-        await self.loop.run(asyncio.Event(), self.recorder.record, NoCheckpoints())
+        await self.loop.run(asyncio.Event(), self.recorder.record, NoCheckpoints())  # type: ignore[arg-type]
         writing.cancel()
         await self.link.tell(StopRole("done"))
 

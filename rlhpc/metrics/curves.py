@@ -22,7 +22,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 # --------------------------------------------------------------------------------------------------------------- curves
 
-
 EVENT_FILES = "events.out.tfevents.*"  # in a directory; names begin with the time, so that they sort as they were made
 _HEAD = struct.Struct("<QI")  # length of the record, checksum of the length
 _CRC_BYTES = 4  # behind the record
@@ -146,7 +145,6 @@ class _Written:
 #
 # Input: curves, as read from a run's event files.  Output: columns of plain numbers, or CSV.  Where a metric has no
 # point, its cell is None, in CSV empty; a point that is not a number is `nan`, and both differ on purpose.
-
 
 STEP, UNIX_TIME_S = "step", "unix_time_s"
 

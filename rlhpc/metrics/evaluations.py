@@ -35,7 +35,6 @@ from rlhpc.protocol.errors import ConfigError, DataError
 # samples-0.jsonl     samples of its first process
 # summary.json        the figures, once all samples are there
 
-
 NAME = "evaluation.json"
 OF_RUNS = {"path", "name", "weight", "max_prompt_tokens", "max_completion_tokens"}  # of [data]; other keys decide
 SUMMARY = "summary.json"
@@ -78,10 +77,7 @@ class EvaluationSettings:
 
     def write(self, directory: Path) -> None:
         """Write them into an evaluation's directory.  Raises OSError."""
-        document = {
-            "config": self.config.model_dump(mode="json"),
-            **{name: getattr(self, name) for name in _PLAIN},
-        }
+        document = {"config": self.config.model_dump(mode="json"), **{name: getattr(self, name) for name in _PLAIN}}
         write_atomically(directory / NAME, json.dumps(document, indent=1).encode())
 
 
@@ -137,7 +133,6 @@ def read_settings(directory: Path) -> EvaluationSettings | None:
 #
 # Samples of one prompt depend on each other, prompts do not: intervals are taken over prompts (arXiv:2411.00640, §2.2).
 # Samples that no verifier could judge are excluded.
-
 
 Z = 1.959964  # 97.5 % of a normal distribution lie below
 REWARD = "reward"  # the only figure that is not a share
@@ -249,7 +244,6 @@ def difference(first: NDArray[np.float64], second: NDArray[np.float64]) -> Estim
 
 
 # --------------------------------------------------------------------------------------------------------- samples file
-
 
 _NAME = re.compile(r"samples-(\d+)\.jsonl")
 

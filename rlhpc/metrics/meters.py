@@ -105,7 +105,6 @@ class BusyClock:
 #   which
 # costs time and loses no rollout.
 
-
 DEVIATIONS = 2.0
 MEMORY_WINDOWS = 4  # memory of finished requests, in multiples of the samples that fit
 
@@ -154,7 +153,6 @@ class SampleWindow:
 
 # ----------------------------------------------------------------------------------------------------- timeline entries
 
-
 WORKS = "works"  # instead of what a process waits for
 SILENT = "silent"  # it has given no sign of life for some seconds: paused, hung, or dead and not yet given up
 
@@ -182,7 +180,6 @@ class TimelineEntry:
 # Input: metrics of a step, or what the run is waiting for before the first one.  Output: text, written to a stream.
 # On a terminal the line is rewritten in place, and items that do not fit are left out; in a log file, lines are
 # infrequent, so that a week's log stays readable.
-
 
 _CLEAR_LINE = "\r\x1b[K"
 _QUIET_S = 30.0  # least time between two lines in a log, except for the first and the last step

@@ -115,7 +115,6 @@ def dashboard() -> Layout:
 
 # ----------------------------------------------------------------------------------------------------------- event file
 
-
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*")
 _MAX_QUEUED = 10_000  # events; a few hundred steps, for a file system that hangs
@@ -125,34 +124,24 @@ _Item = bytes | threading.Event | None  # a serialised event, a flush to be answ
 class RunEventWriter:
     """One file of one attempt; a later attempt makes a later file in the same directory."""
 
-    def __init__(self, directory: Path, wall_clock: Callable[[], float]) -> None:
-        """Create the file.  Raises RunDirectoryError if that fails."""
+    def __init__(self, directory: Path, wall_clock: Callable[[], float] = time.time) -> None:
+        """Create directory and file.  Raises RunDirectoryError if that fails."""
         self._wall_clock = wall_clock
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            time = _later_than_all(directory, int(wall_clock()))
-            self.path = directory / f"events.out.tfevents.{time:010d}.{socket.gethostname()}.{os.getpid()}"
+            now = _later_than_all(directory, int(wall_clock()))
+            self.path = directory / f"events.out.tfevents.{now:010d}.{socket.gethostname()}.{os.getpid()}"
             self._file = self.path.open("xb", buffering=0)
         except OSError as error:
             raise RunDirectoryError(f"cannot create an event file in {directory}: {error}") from error
         self._queue: queue.Queue[_Item] = queue.Queue(_MAX_QUEUED)
         self._is_closed = False
-        self._is_failing = False  # read by others, written by the thread only
-        self._num_lost = 0
+        self.is_failing = False  # the last write failed; written by the thread only
+        self.num_lost = 0  # events that could not be written so far
         self._thread = threading.Thread(target=self._write_until_closed, name="event-file", daemon=True)
         self._thread.start()
         source = SourceMetadata(writer="rlhpc")
         self.append(Event(file_version="brain.Event:2", source_metadata=source))
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether the last write failed."""
-        return self._is_failing
-
-    @property
-    def num_lost(self) -> int:
-        """Events that could not be written so far."""
-        return self._num_lost
 
     def append(self, event: Event) -> None:
         """Stamp and queue an event; returns at once.  No effect after close()."""
@@ -162,7 +151,7 @@ class RunEventWriter:
         try:
             self._queue.put_nowait(event.SerializeToString())
         except queue.Full:
-            self._num_lost += 1
+            self.num_lost += 1
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until what was queued is written or lost; False if that took longer than `timeout_s`."""
@@ -217,13 +206,13 @@ class RunEventWriter:
             _write_all(self._file, records.getbuffer())
             os.fdatasync(self._file.fileno())
         except OSError as error:
-            self._num_lost += len(events)
+            self.num_lost += len(events)
             self._cut_off(end)
-            if not self._is_failing:
+            if not self.is_failing:
                 _logger.warning("metrics: cannot write %s (%s); the run goes on, metrics are lost", self.path, error)
-            self._is_failing = True
+            self.is_failing = True
         else:
-            self._is_failing = False
+            self.is_failing = False
 
     def _cut_off(self, end: int) -> None:
         try:
@@ -261,17 +250,8 @@ def _later_than_all(directory: Path, now: int) -> int:
 # again, which `undo_from` writes.
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(RunEventWriter):
     """Writes one run's event file of this attempt."""
-
-    def __init__(self, directory: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Create directory and file.  Raises RunDirectoryError if that fails."""
-        self._file = RunEventWriter(directory, wall_clock)
-
-    @property
-    def path(self) -> Path:
-        """The event file."""
-        return self._file.path
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one point of many curves as one event, as float32.  Not-finite values are written as they are.
@@ -312,30 +292,21 @@ class TensorBoardWriter:
         Twice, since the loader takes the first start that it sees in a directory for that of a new run.
         """
         for _ in range(2):
-            self._file.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+            self.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
-    def mark_resume(self, step: int, attempt: int) -> None:
+    def resumed(self, step: int, attempt: int) -> None:
         """Record that this attempt begins at `step`, as an explanation of jumps in the curves."""
         self.text("run/resume", step, f"Attempt {attempt} goes on from step {step}.")
 
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything is written or lost; False if that took longer."""
-        return self._file.flush(timeout_s)
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Write what is queued and close.  Idempotent."""
-        self._file.close(timeout_s)
-
     def _append(self, step: int, summary: Summary) -> None:
-        self._file.append(Event(step=step, summary=summary))
+        self.append(Event(step=step, summary=summary))
 
 
 # ------------------------------------------------------------------------------------------------------------- recorder
 #
 # Write a step's metrics under their stable names, over optimiser steps.
 #
-# Input: named numbers and sampled texts.  Output: calls of TensorBoardWriter.  An unknown name is a bug and is refused.
-
+# Input: named numbers and sampled texts.  Output: events.  An unknown name is a bug and is refused.
 
 _LONGEST_TEXT = 4_000  # characters of a sample that are shown
 
@@ -349,8 +320,8 @@ class Sample(NamedTuple):
     reference: str
 
 
-class Recorder:
-    """Checks metric names; the writers handle the format."""
+class Recorder(TensorBoardWriter):
+    """Checks metric names, and writes the dashboard and texts of a run."""
 
     def __init__(
         self,
@@ -365,11 +336,11 @@ class Recorder:
         seam: the step at which an attempt that is not the first continues; what was written from it on is undone.
         `find` returns a metric's row or raises KeyError.  Raises RunDirectoryError if a file cannot be created.
         """
+        super().__init__(directory, wall_clock)
         self._find = find
-        self._writer = TensorBoardWriter(directory, wall_clock)
         if seam is not None:
-            self._writer.undo_from(seam)
-        self._writer.layout(dashboard())
+            self.undo_from(seam)
+        self.layout(dashboard())
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the metrics of one optimiser step.
@@ -378,38 +349,26 @@ class Recorder:
         """
         for name in scalars:
             self._find(name)
-        self._writer.scalars(step, scalars)
+        self.scalars(step, scalars)
 
-    def histogram(self, name: str, step: int, values: ArrayLike) -> None:
+    def histogram(self, name: str, step: int, values: ArrayLike, num_buckets: int = 30) -> None:
         """Write a distribution.  Raises KeyError if the name is not among names.HISTOGRAMS."""
         if name not in HISTOGRAMS:
             raise KeyError(f"histogram {name!r} is not in rlhpc/metrics/names.py")
-        self._writer.histogram(name, step, values)
+        super().histogram(name, step, values, num_buckets)
 
     def samples(self, step: int, samples: Sequence[tuple[str, str, float, str]]) -> None:
         """Write completions as text, one tag for each place in the list."""
         for index, sample in enumerate(samples):
-            self._writer.text(f"samples/{index}", step, sample_markdown(Sample(*sample)))
+            self.text(f"samples/{index}", step, sample_markdown(Sample(*sample)))
 
     def guard(self, step: int, text: str) -> None:
         """Write what the guard did at a step, as text."""
-        self._writer.text("guard/event", step, _verbatim(text))
+        self.text("guard/event", step, _verbatim(text))
 
     def config(self, text: str) -> None:
         """Write the resolved configuration as text."""
-        self._writer.text("run/config", 0, _verbatim(text))
-
-    def resumed(self, step: int, attempt: int) -> None:
-        """Mark where this attempt continues."""
-        self._writer.mark_resume(step, attempt)
-
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything is written or lost; False if that took longer."""
-        return self._writer.flush(timeout_s)
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Close the writer.  Idempotent."""
-        self._writer.close(timeout_s)
+        self.text("run/config", 0, _verbatim(text))
 
 
 def sample_markdown(sample: Sample) -> str:

@@ -59,7 +59,6 @@ class StepRecord:
 # The one message out of order, the completion of a checkpoint, comes over the control channel.  The rows of a batch go
 # straight to the ranks that train them, each its own, and may be sent while another request is answered.
 
-
 Answer = TypeVar("Answer")
 RANK_0 = "trainer-0"
 SEND_S = 60.0  # for a rank to take a message
@@ -78,20 +77,17 @@ class TrainerLink:
 
         Raises ChannelTimeout if some ranks are still `missing` after meet_timeout_s, and names them.
         """
-        ready = await self._ready(meet_timeout_s, missing)
-        self._replicas, self.obeys = ready.replicas, True
-        return ready
-
-    async def _ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
         try:
-            return await self.answer(TrainerReady, meet_timeout_s)
+            ready = await self.answer(TrainerReady, meet_timeout_s)
         except ChannelTimeout:
             if names := missing():
                 raise ChannelTimeout(
                     f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} not connected after "
                     f"{meet_timeout_s:g} s; see logs/trainer-*/, or whether the job that starts it is still queued"
                 ) from None
-        return await self.answer(TrainerReady)
+            ready = await self.answer(TrainerReady)
+        self._replicas, self.obeys = ready.replicas, True
+        return ready
 
     async def tell(self, command: object) -> None:
         """Queue a command that has no answer, or whose answer is awaited later."""
@@ -127,7 +123,6 @@ def _of_replica(minibatch: PackedMinibatch, replica: int) -> PackedMinibatch:
 
 
 # ---------------------------------------------------------------------------------------------------------- batch maker
-
 
 LOOK_S = 0.05  # between looks whether the groups of a batch are there: a look takes as long as there are groups
 SMALL_BATCH_TOKENS = 1 << 14  # made at once, since handing it to a thread takes longer

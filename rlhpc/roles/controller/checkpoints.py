@@ -15,18 +15,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from rlhpc.base.ownership import Fence
 from rlhpc.base.patience import Patience
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.protocol.contracts import Clock, ServerChannel
-from rlhpc.protocol.errors import ChannelTimeout, CheckpointError, JournalError, SegmentError
-from rlhpc.protocol.messages import Heartbeat, SaveCheckpoint, SaveReport, SnapshotTaken
-from rlhpc.roles.controller.batches import RANK_0, TrainerLink
-from rlhpc.roles.controller.leases import AwakeClock, ProcessRegistry
-from rlhpc.roles.controller.persistence import LONGEST_CHECKPOINT_PAUSE_S, DiskWriter, Journaling, at_once
+from rlhpc.protocol.contracts import Clock
+from rlhpc.protocol.errors import CheckpointError, JournalError, SegmentError
+from rlhpc.protocol.messages import SaveCheckpoint, SaveReport, SnapshotTaken
+from rlhpc.roles.controller.batches import TrainerLink
+from rlhpc.roles.controller.persistence import LONGEST_CHECKPOINT_PAUSE_S, DiskWriter, at_once
 from rlhpc.roles.controller.state import (
     ControllerState,
     SavedState,
@@ -37,7 +35,6 @@ from rlhpc.roles.controller.state import (
 from rlhpc.training.checkpoint_directory import KnownCheckpoints, begin, complete, discard, prune
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-
 
 log = logging.getLogger("rlhpc.checkpoint")
 
@@ -244,54 +241,3 @@ class CheckpointWriter:
         self._patience.failed(error)
         self._state.totals.checkpoints_failed += 1
         log.error("left out: %s", self._patience.trouble)
-
-
-# ------------------------------------------------------------------------------------------------------------ last save
-#
-# After a failure, wait until the checkpoint in progress is complete, as long as its writer is alive.
-
-
-LOOK_S = 0.5
-
-
-class LastSave:
-    """The checkpoint that is being written when a run fails."""
-
-    def __init__(
-        self,
-        control: ServerChannel,
-        registry: ProcessRegistry,
-        checkpoints: CheckpointWriter,
-        journaling: Journaling,
-        awake: AwakeClock,
-    ) -> None:
-        self._control, self._registry, self._awake = control, registry, awake
-        self._checkpoints, self._journaling = checkpoints, journaling
-
-    async def outlast(self, stop: asyncio.Event) -> None:
-        """Wait for the trainer's report, then for the journal; not after `stop`.  A failure is logged."""
-        if self._checkpoints.awaits_trainer:
-            log.warning("the run has failed; waiting for the trainer to finish writing a checkpoint")
-        while self._checkpoints.awaits_trainer and self._is_trainer_alive() and not stop.is_set():
-            self._awake.look()
-            with suppress(ChannelTimeout):
-                name, message = await self._control.receive(LOOK_S)
-                if isinstance(message, Heartbeat):
-                    self._registry.record(name, message)
-                elif isinstance(message, SaveReport):
-                    self._checkpoints.reported(message)
-        if not self._checkpoints.awaits_trainer:
-            await self._complete()
-
-    async def _complete(self) -> None:
-        """A checkpoint is complete only when the journal has all that it knows."""
-        ends = [asyncio.create_task(self._checkpoints.finish()), asyncio.create_task(self._journaling.run())]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for task in ends:
-            task.cancel()
-        for error in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(error, (CheckpointError, JournalError)):
-                log.error("the last checkpoint was not completed either", exc_info=error)
-
-    def _is_trainer_alive(self) -> bool:
-        return self._registry.member(RANK_0) is not None and RANK_0 not in self._registry.silent()

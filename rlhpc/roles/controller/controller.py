@@ -14,7 +14,7 @@ test holds this table true):
     LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
     TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
-    CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
+    CheckpointWriter._complete  reported()        Controller._hear _outlast_save
 
 The train loop waits for the trainer's answers besides (batches.py), for weights to be live before it saves, and
 for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of persistence.py.
@@ -39,6 +39,7 @@ from rlhpc.config.rules import Config
 from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import (
     ChannelError,
+    ChannelTimeout,
     CheckpointError,
     JournalError,
     OwnershipLost,
@@ -63,7 +64,7 @@ from rlhpc.protocol.messages import (
 )
 from rlhpc.rewards.outcomes import ErrorGate
 from rlhpc.roles.controller.batches import RANK_0, TrainerLink
-from rlhpc.roles.controller.checkpoints import CheckpointWriter, LastSave
+from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.guard import GuardFile, Guarding
 from rlhpc.roles.controller.leases import AwakeClock, LeaseDispatcher, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling, PartialKeeping, PatientSealing
@@ -79,6 +80,7 @@ from rlhpc.transport.sessions import is_same_start
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
 PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
+LOOK_S = 0.5  # between two looks whether the trainer is alive that writes a checkpoint
 CLOSE_S = 15.0  # for a disk that refuses at the end of a run that has failed, or was stopped
 FAREWELL_S = 2.0  # for StopRole to reach the others
 SHOWN_S = 10.0  # for the disk to take the status by which the others are told to leave
@@ -151,7 +153,6 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
         layout=layout, keep=config.checkpoint.keep, trainer=trainer, state=state, disk=disk, fence=fence,
         durable=journaling.durable, totals=partial(sink.counted_in, state.totals),
     )  # fmt: skip
-    last_save = LastSave(control, registry, checkpoints, journaling, awake)
     board = StatusBoard(layout, config, registry, ledger, fence, writers=(journaling, sealing, checkpoints), gate=gate)
     open_recorder = partial(
         RunRecorder, context=context, state=state, live=board.figures, registry=registry, weight_sync=weight_sync,
@@ -161,7 +162,7 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
     return Controller(
         context=context, control=control, leases=leases, awake=awake, state=state, disk=disk, registry=registry,
         trainer=trainer, weight_sync=weight_sync, processes=processes, journaling=journaling, dispatcher=dispatcher,
-        sink=sink, loop=loop, partials=partials, sealing=sealing, checkpoints=checkpoints, last_save=last_save,
+        sink=sink, loop=loop, partials=partials, sealing=sealing, checkpoints=checkpoints,
         board=board, recorder=recorder,
     )  # fmt: skip
 
@@ -193,7 +194,6 @@ class Controller:
     partials: PartialKeeping
     sealing: PatientSealing
     checkpoints: CheckpointWriter
-    last_save: LastSave
     board: StatusBoard
     recorder: RunRecorder
 
@@ -214,7 +214,7 @@ class Controller:
         try:
             await self._run_loops(stop)
         except BaseExceptionGroup:
-            await self.last_save.outlast(stop.event)
+            await self._outlast_save(stop.event)
             raise
         await self._close_run()
 
@@ -329,6 +329,34 @@ class Controller:
             await self._show()
 
     # ----------------------------------------------------------------------------------------------------------- ending
+
+    async def _outlast_save(self, stop: asyncio.Event) -> None:
+        """A run has failed: wait for the trainer's report on a checkpoint as long as it lives, then for the journal.
+
+        Not after `stop`.  A checkpoint is complete only when the journal has all that it knows; a failure is logged.
+        """
+        checkpoints = self.checkpoints
+        if checkpoints.awaits_trainer:
+            log.warning("the run has failed; waiting for the trainer to finish writing a checkpoint")
+        while checkpoints.awaits_trainer and not stop.is_set():
+            if self.registry.member(RANK_0) is None or RANK_0 in self.registry.silent():
+                return
+            self.awake.look()
+            with suppress(ChannelTimeout):
+                name, message = await self.control.receive(LOOK_S)
+                if isinstance(message, Heartbeat):
+                    self.registry.record(name, message)
+                elif isinstance(message, SaveReport):
+                    checkpoints.reported(message)
+        if checkpoints.awaits_trainer:
+            return
+        ends = [asyncio.create_task(checkpoints.finish()), asyncio.create_task(self.journaling.run())]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in ends:
+            task.cancel()
+        for error in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(error, (CheckpointError, JournalError)):
+                log.error("the last checkpoint was not completed either", exc_info=error)
 
     async def _close_run(self) -> None:
         """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
@@ -502,12 +530,9 @@ class RunProcesses:
             lost = member.beat.metrics.get("tokens_unreported", 0.0) if member is not None else 0.0
             self._state.totals.tokens_lost += int(lost)
             # One that said that it leaves has handed back what it had; what was on its way is nobody's fault.
-            await self._reclaim(name, is_dead=member is None or member.beat.state != "draining")
+            is_dead = member is None or member.beat.state != "draining"
+            groups = self._state.ledger.forget_holder(name, is_dead=is_dead)
+            self._state.totals.leases_regranted += len(groups)
+            await self.write()
             await self._weight_sync.lost(name)
         return role == "generator"
-
-    async def _reclaim(self, name: str, *, is_dead: bool = True) -> None:
-        """Reclaim the leases of a generator that is dead, or silent for too long, or has left."""
-        groups = self._state.ledger.forget_holder(name, is_dead=is_dead)
-        self._state.totals.leases_regranted += len(groups)
-        await self.write()

@@ -74,7 +74,6 @@ class GuardFile:
 
 # ------------------------------------------------------------------------------------------------------------- guarding
 
-
 log = logging.getLogger("rlhpc.step_guard")
 
 # Consecutive steps that are not finite end the run: one may be a batch's fault, five are the weights' or the rate's.

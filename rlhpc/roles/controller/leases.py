@@ -12,10 +12,10 @@ import asyncio
 import heapq
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from rlhpc.rewards.outcomes import KILLS_ITS_WORKER, LEASES_LOST, QUARANTINED, E
 from rlhpc.roles.controller.state import Totals
 from rlhpc.transport.sessions import is_earlier
 
+if TYPE_CHECKING:
+    from rlhpc.roles.controller.weight_sync import WeightSync
+
 # ---------------------------------------------------------------------------------------------------------- awake clock
 #
 # Seconds in which this process was awake: the clock by which deadlines of others are measured.
@@ -41,7 +44,6 @@ from rlhpc.transport.sessions import is_earlier
 # A process that was stopped, suspended with its machine or blocked by a filesystem has received nothing meanwhile,
 # though everybody may have sent: the messages wait in its queues.  Such time counts neither as silence of others nor
 # towards the deadline of a lease.
-
 
 log = logging.getLogger("rlhpc.leases")
 LOOKS_PER_STRETCH = 5  # so that an event loop that is only busy loses none of its time
@@ -82,7 +84,6 @@ class AwakeClock:
 #
 # Input: names whose credit may have changed.  Output: the generator with most credit, of equals the first by name, so
 # that who is granted what is the same in every run.  Pure.  A change and a question cost O(log n) of n generators.
-
 
 SPARE = 16  # entries that are out of date, before they are counted as too many
 
@@ -254,36 +255,6 @@ class ProcessRegistry:
 # ----------------------------------------------------------------------------------------------------- lease dispatcher
 
 
-class LivePolicy(Protocol):
-    """What WeightSync knows of generators."""
-
-    live_version: int  # stamped on admission; -1: none yet
-
-    @property
-    def ready_members(self) -> Set[str]:
-        """Generators that may be given leases now."""
-
-    def is_ready(self, name: str) -> bool:
-        """Whether this is one of them."""
-
-
-class Credit(Protocol):
-    """What ProcessRegistry knows of generators."""
-
-    def capacity(self, name: str) -> int:
-        """Samples this generator is willing to hold."""
-
-
-class Brake(Protocol):
-    """What ErrorGate knows of verifiers that fail."""
-
-    def may_lease(self, name: str) -> bool:
-        """Whether this generator may be granted a lease now."""
-
-    def lease_granted(self) -> None:
-        """Call for each that is granted."""
-
-
 class LeaseDispatcher:
     """Admits and grants whenever it is woken."""
 
@@ -292,11 +263,11 @@ class LeaseDispatcher:
         leases: ServerChannel,
         buffer: RolloutBuffer,
         prompts: PromptSource,
-        policy: LivePolicy,
-        credit: Credit,
+        policy: WeightSync,
+        credit: ProcessRegistry,
         on_disk: Callable[[], Awaitable[None]] | None = None,
         fills_slots: bool = False,
-        brake: Brake | None = None,
+        brake: ErrorGate | None = None,
     ) -> None:
         """on_disk: waited for between admission and lease, where another prompt might be drawn after a restart.
 

@@ -34,7 +34,6 @@ from rlhpc.protocol.messages import CancelGroup, Delivered, Delivery, LeaseProgr
 # Segments that are due wait in memory meanwhile, and none is lost; a checkpoint is left out, and another one is tried
 # soon (checkpoints.py).
 
-
 log = logging.getLogger("rlhpc.persistence")
 
 LONGEST_CHECKPOINT_PAUSE_S = 20.0  # another try costs all ranks a copy of their state
@@ -80,7 +79,6 @@ class PatientSealing:
 # cancelled.  Lanes do not wait for each other: a checkpoint of minutes holds back no acknowledgement.  While the event
 # loop runs, nothing else touches what a lane writes: the last write before the end is a job, too.  A disk that never
 # answers keeps no process from ending.
-
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -183,7 +181,6 @@ class DiskWriter:
 #
 # Nothing waits for these files, neither weights nor acknowledgements.  A failed write is dropped with one warning, and
 # after a pause a file is begun with all that is known then.
-
 
 SEND_S = 1.0  # for a generator to take a message; its next report asks for another
 BATCH_S = 0.2  # reports that come meanwhile are written together

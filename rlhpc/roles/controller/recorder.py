@@ -138,7 +138,6 @@ def histograms(record: StepRecord) -> dict[str, np.ndarray]:
 
 # ------------------------------------------------------------------------------------------------------------- recorder
 
-
 RATE_WINDOW_S = 20.0
 DETAILS_EVERY_STEPS = 10  # histograms and completions: large beside the numbers, and segments hold everything
 NUM_SAMPLES = 2  # completions

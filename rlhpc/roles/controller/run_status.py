@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,11 @@ from rlhpc.protocol.errors import SegmentError
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.outcomes import PREFIX, ErrorGate, by_task
 from rlhpc.roles.controller.leases import ProcessRegistry
+from rlhpc.roles.controller.persistence import Journaling, PatientSealing
 from rlhpc.roles.controller.state import Totals
+
+if TYPE_CHECKING:
+    from rlhpc.roles.controller.checkpoints import CheckpointWriter
 
 # -------------------------------------------------------------------------------------------------------------- summary
 #
@@ -41,7 +45,6 @@ from rlhpc.roles.controller.state import Totals
 #
 # Input: the counters and the sealed segments.  Output: summary.json.  The reward curve is read from the segments and
 # nowhere else: a rollout counts for the version under which its group was admitted, whether or not it was trained on.
-
 
 log = logging.getLogger("rlhpc.run_status")
 _COLUMNS = (
@@ -135,7 +138,6 @@ def _mean(curve: dict[int, tuple[float, int]], start: int, end: int) -> float | 
 # that each process worked or waited, and a line for each arrival and loss.  Intervals grow with the number of processes
 # and with the age of the run, which its first line tells, so that a month of a large run stays megabytes, however often
 # it is requeued.  A full disk delays lines, and the file says for how long.  No decision is made from this.
-
 
 SILENT_S = 3.0  # without a sign of life
 SHORTEST_S = 5.0  # of an interval
@@ -280,14 +282,6 @@ class LiveFigures:
     is_ending: bool = False  # all roles have been told to leave, or are about to be: also where the run has failed
 
 
-class Writer(Protocol):
-    """Somebody who writes to the run directory, and goes on where the disk refuses."""
-
-    @property
-    def disk_trouble(self) -> str:
-        """Why the last write was refused, and what happens next; "": it was not."""
-
-
 class StatusBoard:
     """Writes the file; a failed write is a warning and does not end the run."""
 
@@ -298,7 +292,7 @@ class StatusBoard:
         registry: ProcessRegistry,
         ledger: AdmissionLedger,
         fence: Fence | None = None,
-        writers: Sequence[Writer] = (),
+        writers: Sequence[Journaling | PatientSealing | CheckpointWriter] = (),
         gate: ErrorGate | None = None,
     ) -> None:
         self._path, self._config, self._registry, self._ledger = layout.status, config, registry, ledger

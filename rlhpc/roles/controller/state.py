@@ -131,7 +131,6 @@ class LearningRates:
 # What was in flight is granted again after a resume, under the same group ids; what was finished and not used is in the
 # checkpoint; segments sealed later are set aside, since their steps are repeated.
 
-
 log = logging.getLogger("rlhpc.state")
 STATE_FILE = "controller.json"
 
@@ -235,7 +234,6 @@ def write_saved_state(directory: Path, state: SavedState) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
-
 
 SEGMENT_S = 60.0  # a group waits no longer for its segment: a reader beside the run is a minute behind
 

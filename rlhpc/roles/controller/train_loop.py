@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from rlhpc.algorithms.estimators import has_reward_variance
 from rlhpc.algorithms.guard import StepGuard
@@ -31,6 +31,7 @@ from rlhpc.protocol.errors import LedgerError, RoleFailed
 from rlhpc.protocol.messages import PartReport, StepReport, TrainBatch
 from rlhpc.protocol.types import RolloutGroup
 from rlhpc.roles.controller.batches import BatchMaker, StepRecord, TrainerLink
+from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.guard import Guarding
 from rlhpc.roles.controller.persistence import at_once
 from rlhpc.roles.controller.state import LearningRates, RunProgress
@@ -59,21 +60,18 @@ class Lockstep:
         While step t is trained, the groups of the steps up to t + max_staleness have slots.  A group that teaches
         nothing does not count: another one is sampled in its place, by the same weights.
         """
-        return self._num_settled() >= (num_steps + self._admission.max_staleness) * self._admission.groups_per_step
-
-    def _num_settled(self) -> int:
-        """Groups of the run that are trained, being trained, or finished and fit for it."""
-        counts = self._buffer.ledger.counts()
-        return counts["released"] + counts["taken"] + sum(map(self._is_fit, self._buffer.finished()))
-
-    def _is_fit(self, group: RolloutGroup) -> bool:
-        return not self._admission.active_sampling or has_reward_variance(self._shaping.judged(group))
+        admission, counts = self._admission, self._buffer.ledger.counts()
+        num_fit = sum(
+            not admission.active_sampling or has_reward_variance(self._shaping.judged(group))
+            for group in self._buffer.finished()
+        )
+        num_settled = counts["released"] + counts["taken"] + num_fit
+        return num_settled >= (num_steps + admission.max_staleness) * admission.groups_per_step
 
 
 # -------------------------------------------------------------------------------------------------------- repeated step
 #
 # Compare a step that was trained again with what was recorded of it the first time.
-
 
 log = logging.getLogger("rlhpc.train_loop")
 
@@ -114,7 +112,6 @@ def compare(
 # none; the ranks hold gradients until the step's last part.  The same step as on the whole batch at once: no weight
 # changes in between.  A part is begun only where the ledger can still complete the batch without making others late
 # (buffer/batches.py).  StreamRL (Zhong et al. 2025, arXiv:2504.15930) calls it stream generation.
-
 
 LOOK_AGAIN_AT = 8  # when this part of the groups has come in addition: a look takes as long as there are groups
 
@@ -175,35 +172,7 @@ def refuse_stale(groups: Sequence[RolloutGroup], version: int, bound: int) -> No
 
 # ----------------------------------------------------------------------------------------------------------- train loop
 
-
 LAST_SAVE_POLL_S = 0.2
-
-
-class CheckpointSaver(Protocol):
-    """The loop's view of checkpointing (roles/controller/checkpoints.py)."""
-
-    write_s: float
-    longest_s: float
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the last one could not be written, as far as is known."""
-
-    @property
-    def is_overdue(self) -> bool:
-        """True if the last one could not be written and it is time for another attempt, at whatever step."""
-
-    async def write(self, step: int, policy_version: int) -> None:
-        """Take a snapshot now; write it in the background, after the one before."""
-
-    def raise_failure(self) -> None:
-        """Raise the CheckpointError of the last one if saving has failed for too long."""
-
-    async def has_succeeded(self) -> bool:
-        """Wait for the end of the last one; whether it is complete."""
-
-    async def finish(self) -> None:
-        """Wait until the last one is complete.  Raises CheckpointError if it failed."""
 
 
 class TrainLoop:
@@ -302,10 +271,7 @@ class TrainLoop:
     # ------------------------------------------------------------------------------------------------------------ steps
 
     async def run(
-        self,
-        stop: asyncio.Event,
-        record: Callable[[StepRecord], Awaitable[None]],
-        checkpoints: CheckpointSaver,
+        self, stop: asyncio.Event, record: Callable[[StepRecord], Awaitable[None]], checkpoints: CheckpointWriter
     ) -> None:
         """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
 
@@ -326,7 +292,7 @@ class TrainLoop:
             self._stopped.cancel()
 
     async def _one_step(
-        self, stop: asyncio.Event, record: Callable[[StepRecord], Awaitable[None]], checkpoints: CheckpointSaver
+        self, stop: asyncio.Event, record: Callable[[StepRecord], Awaitable[None]], checkpoints: CheckpointWriter
     ) -> None:
         """One step, as it happens; nothing if `stop` is set before there is a batch."""
         # A full batch; while the trainer would wait for it, it trains parts of it.
@@ -480,13 +446,13 @@ class TrainLoop:
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
-    async def _save(self, checkpoints: CheckpointSaver) -> None:
+    async def _save(self, checkpoints: CheckpointWriter) -> None:
         await self._wait_until_released()
         began = time.monotonic()
         await checkpoints.write(self.step, self.version)
         self.checkpoint_s, self._saved = time.monotonic() - began, self.step
 
-    async def _finish(self, checkpoints: CheckpointSaver) -> None:
+    async def _finish(self, checkpoints: CheckpointWriter) -> None:
         """Save what is not saved, again while the disk refuses: no later step would.  Return when it is complete.
 
         Not saved, in lockstep, while the weights before these still have to sample: the journal has it all.  Raises

@@ -56,7 +56,6 @@ from rlhpc.weights.choice import Membership, choose_transport
 # 4. An answer counts for the publication that it was asked for, and if one version scored all of it: else another is
 #   due.
 
-
 log = logging.getLogger("rlhpc.weight_sync")
 MAX_TOKENS = 64
 MAX_FAILURES = 3  # in a row: then new weights do not help, and the process is started again
@@ -286,7 +285,6 @@ def _mean_logratio(ours: Float32, theirs: Float32) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- weight sync
-
 
 MAX_FAILED_BROADCASTS = 8
 FIRST_MEMBER_S = 900.0  # engines load for minutes

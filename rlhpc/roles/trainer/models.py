@@ -85,7 +85,6 @@ class BatchFigures:
 # however old it is.
 # The critic is a TrainerBackend with a value head (contracts.py), laid out over ranks like the policy.
 
-
 CRITIC_DIRECTORY = "critic"  # beside the trainer's part of a checkpoint directory
 
 
@@ -232,7 +231,6 @@ def _put(
 
 
 # --------------------------------------------------------------------------------------------------------------- models
-
 
 log = logging.getLogger("rlhpc.trainer")
 

@@ -361,7 +361,6 @@ class Together(Future[dict[str, int]]):
 
 # ----------------------------------------------------------------------------------------------------------------- role
 
-
 TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
 
 
