@@ -27,7 +27,6 @@ from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler, try_co
 #
 # Limits of a record are below those of the run ([sandbox]), by which its memory and time are planned.
 
-
 _LANGUAGES: tuple[Language, ...] = get_args(Language)
 
 
@@ -91,7 +90,6 @@ def refuse_above(own: OwnLimits, sandbox: SandboxConfig, task: str) -> None:
 # Windows; in what is returned they end in a line feed.  Each line is looked at once: a completion may be nothing but
 # opening fences.
 
-
 _OPENING = re.compile(r" {0,3}```[ \t]*([\w+-]*)")
 _CLOSING = re.compile(r" {0,3}```[ \t]*")
 
@@ -114,7 +112,6 @@ def last_block(text: str) -> tuple[str, str] | None:
 
 
 # ----------------------------------------------------------------------------------------------------------- code place
-
 
 VARIABLE = "RLHPC_SANDBOX"
 _MARKS: dict[Language, tuple[str, ...]] = {

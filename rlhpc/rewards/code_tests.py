@@ -42,7 +42,6 @@ from rlhpc.sandbox import call_functions, values
 # the sandbox, where the program cannot see what is expected: by lines, without trailing blanks and blank lines at the
 # end.  Where a decimal fraction is expected, a number close to it is as good: judges of contests ask for 1e-6.
 
-
 _STDIN_TASK = "code_stdin"
 _TOLERANCE = 1e-6  # where the reference has none of its own
 _NUMBER = re.compile(rb"(?<![\w.])([-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+)(?![\w.]*\w)")
@@ -152,7 +151,6 @@ def _lines(output: bytes) -> list[bytes]:
 
 
 # ------------------------------------------------------------------------------------------------------- code functions
-
 
 _FUNCTIONS_TASK = "code_functions"
 _HASHED = ("$set", "$frozenset", "$dict")

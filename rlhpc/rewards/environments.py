@@ -27,7 +27,6 @@ from rlhpc.rewards.outcomes import DialogueRequest, JudgedOutcome, Turn
 
 # ------------------------------------------------------------------------------------------------------------- registry
 
-
 KEY = "data.environment"
 VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: those of its run (settings.py)
 
@@ -81,7 +80,6 @@ def _import_path(name: str) -> str:
 # Input: Dialogue, all turns so far.  Output: Turn, the answer to the last one.  A dialogue that was here for the turns
 # before takes one step; one that was not (another worker had it, or it went on from a prefix) is begun and takes all of
 # them.  So a request may be repeated, and sent to any worker.
-
 
 log = logging.getLogger("rlhpc.environments")
 

@@ -25,7 +25,6 @@ from rlhpc.rewards.task_settings import task_settings
 
 # --------------------------------------------------------------------------------------------------------- instructions
 
-
 Arguments = Mapping[str, Any]
 AT_LEAST, LESS_THAN = "at least", "less than"
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -237,7 +236,6 @@ INSTRUCTIONS: Mapping[str, Instruction] = MappingProxyType(
 # Strict looks at the completion as it is.  Loose (arXiv:2311.07911, section 2.2) forgives a first line, a last line
 # and asterisks: it is enough that one of eight versions of the completion follows an instruction.  An empty one
 # follows none.
-
 
 Wanted = tuple[tuple[str, Arguments], ...]  # (id, arguments) of every instruction of a record
 

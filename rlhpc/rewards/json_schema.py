@@ -42,7 +42,6 @@ from rlhpc.rewards.text_answer import LONGEST_ANSWER
 # to be installed; these need none.  By RFC 3339 (dates, times, durations), 3986 and 3987 (URI, IRI), 6570 (templates),
 # 6901 (pointers), 5321 and 6531 (mail), 1123 and IDNA (hosts).
 
-
 _DATE = re.compile(r"(\d{4})-(\d\d)-(\d\d)", re.ASCII)
 _TIME = re.compile(
     r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d|60)(?:\.\d+)?(?:[Zz]|([+-])([01]\d|2[0-3]):([0-5]\d))", re.ASCII
@@ -62,6 +61,7 @@ _BEYOND_ASCII = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef" + "".join(
     f"{chr(plane << 16)}-{chr((plane << 16) + 0xFFFD)}" for plane in range(1, 15)
 )
 _IDENTIFIER = re.compile(r"(?:([^:/?#]+):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.DOTALL)  # RFC 3986, B
+_FUTURE_ADDRESS = re.compile(r"[vV][0-9A-Fa-f]+\.[A-Za-z0-9._~!$&'()*+,;=:-]+")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _VARIABLE = r"(?:\w|%[0-9A-Fa-f]{2})(?:\.?(?:\w|%[0-9A-Fa-f]{2}))*(?::[1-9]\d{0,3}|\*)?"
 _TEMPLATE = re.compile(
@@ -84,14 +84,6 @@ def _is_time(text: str) -> bool:
     hours, minutes, seconds, sign, ahead_hours, ahead_minutes = match.groups()
     ahead = (int(ahead_hours) * 60 + int(ahead_minutes)) * (-1 if sign == "-" else 1) if sign else 0
     return seconds != "60" or (int(hours) * 60 + int(minutes) - ahead) % 1440 == 1439
-
-
-def _is_date_time(text: str) -> bool:
-    return text[10:11] in ("T", "t") and _is_date(text[:10]) and _is_time(text[11:])
-
-
-def _is_draft_3_time(text: str) -> bool:
-    return re.fullmatch(r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d", text, re.ASCII) is not None
 
 
 def _is_host(text: str) -> bool:
@@ -172,13 +164,11 @@ def _identifier(more: str, *, may_be_relative: bool) -> Callable[[str], bool]:
         host, _, port = place[1:].partition("]") if is_address else place.partition(":")
         if not user_like.fullmatch(user) or not re.fullmatch(r":[0-9]*|" if is_address else r"[0-9]*", port):
             return False
-        return _is_address(host) if is_address else user_like.fullmatch(host) is not None
+        if is_address:
+            return _is_ipv6(host) or _FUTURE_ADDRESS.fullmatch(host) is not None
+        return user_like.fullmatch(host) is not None
 
     return is_identifier
-
-
-def _is_address(text: str) -> bool:
-    return _is_ipv6(text) or re.fullmatch(r"[vV][0-9A-Fa-f]+\.[A-Za-z0-9._~!$&'()*+,;=:-]+", text) is not None
 
 
 def _matches(pattern: re.Pattern[str]) -> Callable[[str], bool]:
@@ -188,7 +178,7 @@ def _matches(pattern: re.Pattern[str]) -> Callable[[str], bool]:
 FORMATS: dict[str, Callable[[str], bool]] = {
     "date": _is_date,
     "time": _is_time,
-    "date-time": _is_date_time,
+    "date-time": lambda text: text[10:11] in ("T", "t") and _is_date(text[:10]) and _is_time(text[11:]),
     "duration": _matches(_DURATION),
     "email": _mail("", _is_host),
     "idn-email": _mail(_BEYOND_ASCII, _is_international_host),
@@ -208,17 +198,7 @@ FORMATS: dict[str, Callable[[str], bool]] = {
     "relative-json-pointer": _matches(_RELATIVE_POINTER),
     "regex": _is_regex,
 }
-_DRAFT_3 = {"time": _is_draft_3_time}
-
-
-def format_checker(draft: str) -> FormatChecker:
-    """The checker of a draft, "Draft3Validator" or another."""
-    return _checker(FORMATS | (_DRAFT_3 if draft == "Draft3Validator" else {}))
-
-
-def pattern_checker() -> FormatChecker:
-    """The checker of schemas themselves, whose patterns must be regular expressions."""
-    return _checker({"regex": _is_regex})
+_DRAFT_3 = {"time": _matches(re.compile(r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d", re.ASCII))}
 
 
 def _checker(formats: dict[str, Callable[[str], bool]]) -> FormatChecker:
@@ -229,7 +209,6 @@ def _checker(formats: dict[str, Callable[[str], bool]]) -> FormatChecker:
 
 
 # ---------------------------------------------------------------------------------------------------------- json schema
-
 
 _FENCE = re.compile(r"^[ ]{0,3}```", re.MULTILINE)
 _MOST_ERRORS = 50  # the most telling of these is shown
@@ -280,7 +259,7 @@ def _validator(reference: str) -> Any:
     if isinstance(schema, dict) and "$schema" in schema and validator_for(schema, default=None) is None:
         raise ValueError(f"$schema={schema['$schema']!r} is not known; legal: drafts 3 to 7, 2019-09 and 2020-12")
     try:
-        kind.check_schema(schema, format_checker=pattern_checker())
+        kind.check_schema(schema, format_checker=_checker({"regex": _is_regex}))
     except SchemaError as error:
         raise ValueError(
             f"no JSON Schema: at {error.json_path}: {error.message}; legal: what {kind.__name__} knows"
@@ -293,7 +272,8 @@ def _validator(reference: str) -> Any:
     exact = _exact(kind)
     for part in _parts_followed(schema):
         _refuse_what_nothing_satisfies(part, exact)
-    return exact(schema, registry=Registry(), format_checker=format_checker(kind.__name__))
+    formats = FORMATS | (_DRAFT_3 if kind.__name__ == "Draft3Validator" else {})
+    return exact(schema, registry=Registry(), format_checker=_checker(formats))
 
 
 def _unwrapped(document: Any) -> Any:

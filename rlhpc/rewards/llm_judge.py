@@ -40,7 +40,6 @@ from rlhpc.rewards.task_settings import task_settings
 # those of all; a line that was cut off by a death is skipped.  A worker remembers where a reply is, in about 150
 # bytes, and not the reply: a node has many workers.  A cache that cannot be written costs money and nothing else.
 
-
 log = logging.getLogger("rlhpc.rewards")
 
 _BEGIN = b'{"digest": "'  # of every line
@@ -140,7 +139,6 @@ class _File:
 # Input: messages.  Output: the text of a reply, with its tokens; JudgeFailed if there is none.  Blocks: a reward worker
 # judges one completion at a time.  The standard library only; a redirect is not followed, since that would pass the key
 # on.
-
 
 Messages = Sequence[dict[str, str]]
 _MOST_BYTES = 4 << 20  # of a reply
@@ -333,7 +331,6 @@ def _retry_after(header: str | None) -> float | None:
 
 
 # ------------------------------------------------------------------------------------------------------------ llm judge
-
 
 COMPLETION, REFERENCE = "completion", "reference"
 _SHOWN_CHARACTERS = 120

@@ -17,10 +17,10 @@ from functools import lru_cache
 
 from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.protocol.types import Verdict
-from rlhpc.rewards.math_equality import Rules, are_equal, check_defined, is_in_lowest_terms
+from rlhpc.rewards.math_equality import are_equal, check_defined, is_in_lowest_terms
 from rlhpc.rewards.math_reading import read
 from rlhpc.rewards.math_tokens import Unreadable
-from rlhpc.rewards.math_values import PlainNumber, Term, TooLarge, Undefined, has_phrase, parse_plain_number
+from rlhpc.rewards.math_values import PlainNumber, TooLarge, Undefined, has_phrase, parse_plain_number
 from rlhpc.rewards.task_settings import task_settings
 from rlhpc.rewards.text_answer import LONGEST_ANSWER, last_marked_answer
 
@@ -34,7 +34,6 @@ from rlhpc.rewards.text_answer import LONGEST_ANSWER, last_marked_answer
 # The answer is what stands after the last of the marks "####", ";" and "=", or the whole completion where there is
 # none.  It must be one integer in its only spelling: ASCII digits, a minus sign where it is negative, no leading zero,
 # no plus, no comma, blanks around it at most.  So two answers after the last mark, trailing digits or words are wrong.
-
 
 _MARK = re.compile(r"####|;|=")
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
@@ -76,7 +75,6 @@ def final_answer(completion: str) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------------- math answer
 
-
 _HOLES = ("nan", "null")  # of a table that was written as text
 # Two words in a row, outside of \text{…}: prose, where an answer was expected.
 _SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
@@ -86,14 +84,10 @@ _LEGAL = r"legal: a number, one expression in LaTeX, alone, in \boxed{…} or be
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One text that a reference stands for: a plain number, where it is one, and a term."""
+    """One text that a reference stands for, and the plain number that it is, if it is one."""
 
     text: str
     number: PlainNumber | None
-
-    def term(self) -> Term:
-        """Return it as a term.  Raises Unreadable."""
-        return read(self.text)
 
 
 def verify(completion: str, reference: str) -> Verdict:
@@ -188,6 +182,6 @@ def _is_answered(wanted: Reference, answer_text: str) -> bool:
     if settings.fractions == "lowest" and not is_in_lowest_terms(term):
         return False
     try:
-        return are_equal(wanted.term(), term, Rules(settings.units))
+        return are_equal(read(wanted.text), term, settings.units)
     except TooLarge:
         return False

@@ -1,6 +1,6 @@
 """Whether two answers of mathematics are equal.
 
-Input: two terms (math_values.py) and the rules of the run.  Output: bool.
+Input: two terms (math_values.py), and what units count in this run.  Output: bool.
 
 Nothing is rewritten and nothing is expanded: numbers are compared exactly where they are fractions (math_values.py),
 otherwise to a hundred digits, and expressions with letters at several points where both are real.  So the time is
@@ -42,18 +42,9 @@ _MOST_DECIMALS = 30
 _NEAR_MARK = mpmath.mpf(10) ** -30  # zeros of high multiplicity have fewer digits
 _SETS = frozenset({"set", "bracketed", "union", "intersection", "difference", "both"})
 _COLLECTIONS = ("set", "list", "either")
+# "optional": one of both may lack its unit, two units must agree; "required": an answer has the reference's.
+Units = Literal["optional", "required", "ignored"]
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What is a matter of choice.
-
-    units: "optional": one of both may lack its unit, two units must agree; "required": an answer has the reference's;
-    "ignored".
-    """
-
-    units: Literal["optional", "required", "ignored"] = "optional"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +57,7 @@ class _RealSet:
     num_searched: int = 0  # relations that are not linear, whose marks take time to find
 
 
-def are_equal(wanted: Term, answer: Term, rules: Rules) -> bool:
+def are_equal(wanted: Term, answer: Term, units: Units) -> bool:
     """Return whether an answer equals a reference.  Raises Undefined if the reference has no value, as 1/0."""
     if wanted == answer:
         return True
@@ -82,10 +73,10 @@ def are_equal(wanted: Term, answer: Term, rules: Rules) -> bool:
         _as_matrices,
         _as_collections,
     ):
-        verdict = are_same(wanted, answer, rules)
+        verdict = are_same(wanted, answer, units)
         if verdict is not None:
             return verdict
-    return _as_quantities(wanted, answer, rules)
+    return _as_quantities(wanted, answer, units)
 
 
 def is_in_lowest_terms(term: Term) -> bool:
@@ -122,13 +113,15 @@ def check_defined(term: Term) -> None:
 # ---------------------------------------------------------------------------------------- kinds that are no expressions
 
 
-def _as_times(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+def _as_times(wanted: Term, answer: Term, units: Units) -> bool | None:
     """Compare times of day; an answer such as 10:15 may be a ratio, where the reference is one in lowest terms."""
     if wanted.kind != "time":
         if answer.kind != "time":
             return None
         is_lowest = wanted.kind != "ratio" or is_in_lowest_terms(Term("quotient", wanted.parts[:2]))
-        return is_lowest and not answer.name and are_equal(wanted, _as_ratio(answer), rules)
+        hour, rest = divmod(answer.value, 3600)
+        ratio = Term("ratio", (Term("number", value=Fraction(hour)), Term("number", value=rest / 60)))
+        return is_lowest and not answer.name and are_equal(wanted, ratio, units)
     if answer.kind != "time":
         return False
     half_day = 43_200
@@ -143,28 +136,23 @@ def _seconds(time: Term) -> int:
     return seconds % 43_200 + (43_200 if time.name == "p" else 0) if time.name else seconds
 
 
-def _as_ratio(time: Term) -> Term:
-    hour, rest = divmod(time.value, 3600)
-    return Term("ratio", (Term("number", value=Fraction(hour)), Term("number", value=rest / 60)))
-
-
-def _as_choices(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+def _as_choices(wanted: Term, answer: Term, units: Units) -> bool | None:
     """Compare letters of choices; an answer that says what its letter stands for answers that, too."""
     if "choice" not in (wanted.kind, answer.kind):
         return None
     first = wanted.parts[0] if wanted.kind == "choice" else wanted
     if answer.kind != "choice":
-        return are_equal(first, answer, rules)
-    return any(are_equal(first, part, rules) for part in answer.parts[: 1 if first.kind == "symbol" else 2])
+        return are_equal(first, answer, units)
+    return any(are_equal(first, part, units) for part in answer.parts[: 1 if first.kind == "symbol" else 2])
 
 
-def _as_rounded(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+def _as_rounded(wanted: Term, answer: Term, units: Units) -> bool | None:
     """Compare "1/3 ≈ 0.33": a reference is the value before the sign; of an answer both count if the second fits."""
     if wanted.kind == "rounded":
-        return are_equal(wanted.parts[0], answer, rules)
+        return are_equal(wanted.parts[0], answer, units)
     if answer.kind != "rounded":
         return None
-    return any(are_equal(wanted, part, rules) for part in answer.parts[not _is_rounded_well(*answer.parts) :])
+    return any(are_equal(wanted, part, units) for part in answer.parts[not _is_rounded_well(*answer.parts) :])
 
 
 def _is_rounded_well(exact: Term, rounded: Term) -> bool:
@@ -181,49 +169,49 @@ def _is_rounded_well(exact: Term, rounded: Term) -> bool:
         return bool(abs(as_float(values[0]) - as_float(values[1])) * 10**num_digits <= 0.5)
 
 
-def _as_words(wanted: Term, answer: Term, _rules: Rules) -> bool | None:
+def _as_words(wanted: Term, answer: Term, _units: Units) -> bool | None:
     if "words" not in (wanted.kind, answer.kind):
         return None
     return all(term.kind in ("words", "symbol") for term in (wanted, answer)) and wanted.name == answer.name
 
 
-def _in_bases(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+def _in_bases(wanted: Term, answer: Term, units: Units) -> bool | None:
     """Compare digits where one says its base; both bases where both do."""
     if "based" not in (wanted.kind, answer.kind):
         return None
     if wanted.kind == answer.kind:
         is_same = wanted.name.lstrip("0") == answer.name.lstrip("0")
-        return is_same and are_equal(wanted.parts[0], answer.parts[0], rules)
+        return is_same and are_equal(wanted.parts[0], answer.parts[0], units)
     based, other = (wanted, answer) if wanted.kind == "based" else (answer, wanted)
     if other.kind == "relation":
         return None
     return other.kind == "number" and other.value == Fraction(based.name)
 
 
-def _as_residues(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+def _as_residues(wanted: Term, answer: Term, units: Units) -> bool | None:
     if "modulo" not in (wanted.kind, answer.kind):
         return None
     if wanted.kind != answer.kind:
         first, second = (term.parts[0] if term.kind == "modulo" else term for term in (wanted, answer))
-        return are_equal(first, second, rules)
+        return are_equal(first, second, units)
     (ours, modulus), (theirs, other) = wanted.parts, answer.parts
-    if not are_equal(modulus, other, rules):
+    if not are_equal(modulus, other, units):
         return False
     ours, theirs = _assigned(ours) or ours, _assigned(theirs) or theirs
     values = [term.value for term in (ours, theirs, modulus)]
     if all(term.kind == "number" for term in (ours, theirs, modulus)) and modulus.value:
         return (values[0] - values[1]) % values[2] == 0
-    return are_equal(ours, theirs, rules)
+    return are_equal(ours, theirs, units)
 
 
-def _as_matrices(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+def _as_matrices(wanted: Term, answer: Term, units: Units) -> bool | None:
     """Compare entry by entry; a column may be written as a tuple."""
     if "matrix" not in (wanted.kind, answer.kind):
         return None
     ours, theirs = (_rows(term) for term in (wanted, answer))
     if ours is None or theirs is None or len(ours) != len(theirs):
         return False
-    return all(_in_order(row.parts, other.parts, rules) for row, other in zip(ours, theirs, strict=True))
+    return all(_in_order(row.parts, other.parts, units) for row, other in zip(ours, theirs, strict=True))
 
 
 def _rows(term: Term) -> Sequence[Term] | None:
@@ -236,32 +224,35 @@ def _rows(term: Term) -> Sequence[Term] | None:
 # --------------------------------------------------------------------------------------------------------- relations
 
 
-def _as_relations(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+def _as_relations(wanted: Term, answer: Term, units: Units) -> bool | None:
     if "relation" not in (wanted.kind, answer.kind):
         return None
     if wanted.kind == answer.kind:
-        return _are_same_relations(wanted, answer, rules)
+        return _are_same_relations(wanted, answer, units)
     if wanted.kind == "relation":
         value = _assigned(wanted)
         if value is None and set(wanted.name) == {"="} and not symbols(wanted):
             value = wanted.parts[-1]  # "5! = 120"
-        return _are_same_sets(wanted, answer) if value is None else are_equal(value, answer, rules)
+        return _are_same_sets(wanted, answer) if value is None else are_equal(value, answer, units)
     value = _assigned(answer)
     if value is None and set(answer.name) == {"="} and _is_calculated(answer.parts[0]) and not symbols(wanted):
         value = answer.parts[-1]  # "9 · 2 = 18", "a + b = 7"
-    return _are_same_sets(wanted, answer) if value is None else are_equal(wanted, value, rules)
+    return _are_same_sets(wanted, answer) if value is None else are_equal(wanted, value, units)
 
 
-def _are_same_relations(wanted: Term, answer: Term, rules: Rules) -> bool:
+def _are_same_relations(wanted: Term, answer: Term, units: Units) -> bool:
     ours, theirs = _assigned(wanted), _assigned(answer)
     if ours is not None and theirs is not None:
-        names = [term.parts[0] for term in (wanted, answer)]
-        if names[0] == names[1] or any(_is_function(name) for name in names):
-            return are_equal(ours, theirs, rules)
+        first, second = (term.parts[0] for term in (wanted, answer))
+        if first == second or any(each.kind == "product" or each.name in ("y", "f", "g") for each in (first, second)):
+            return are_equal(ours, theirs, units)
     if len(wanted.name) == len(answer.name) == 1:
         if _are_proportional(wanted, answer):
             return True
-    elif _are_same_chains(wanted, answer, rules) or _are_same_chains(wanted, _reversed(answer), rules):
+    elif any(
+        wanted.name == chain.name and _in_order(wanted.parts, chain.parts, units)
+        for chain in (answer, _reversed(answer))
+    ):
         return True
     return symbols(wanted) == symbols(answer) and _are_same_sets(wanted, answer)
 
@@ -272,8 +263,12 @@ def _assigned(term: Term) -> Term | None:
         return None
     name = term.parts[0]
     factors = name.parts if name.kind == "product" else (name,)
-    is_name = factors[0].kind in ("symbol", "opaque", "bracketed") or _is_inverse(factors[0]) or _is_share(factors[0])
-    return term.parts[-1] if is_name and len(factors) <= 2 and not _has_letters_of(name, term.parts[-1]) else None
+    first, value = factors[0], term.parts[-1]
+    is_inverse = first.kind == "power" and first.parts[0].kind == "symbol" and first.parts[1].value == -1
+    is_share = first.kind == "quotient" and all(part.kind in ("symbol", "opaque") for part in first.parts)
+    is_name = is_inverse or is_share or first.kind in ("symbol", "opaque", "bracketed")
+    has_its_letters = name.kind == "symbol" and name.name in symbols(value)
+    return value if is_name and len(factors) <= 2 and not has_its_letters else None
 
 
 def _is_calculated(side: Term) -> bool:
@@ -283,28 +278,8 @@ def _is_calculated(side: Term) -> bool:
     return not symbols(side) or is_of_names or side.kind == "call"
 
 
-def _is_inverse(term: Term) -> bool:
-    return term.kind == "power" and term.parts[0].kind == "symbol" and term.parts[1].value == -1
-
-
-def _is_share(term: Term) -> bool:
-    return term.kind == "quotient" and all(part.kind in ("symbol", "opaque") for part in term.parts)
-
-
-def _has_letters_of(name: Term, value: Term) -> bool:
-    return name.kind == "symbol" and name.name in symbols(value)
-
-
-def _is_function(name: Term) -> bool:
-    return name.kind == "product" or (name.kind == "symbol" and name.name in ("y", "f", "g"))
-
-
 def _reversed(chain: Term) -> Term:
     return Term("relation", chain.parts[::-1], "".join(_FLIPPED.get(sign, sign) for sign in reversed(chain.name)))
-
-
-def _are_same_chains(wanted: Term, answer: Term, rules: Rules) -> bool:
-    return wanted.name == answer.name and _in_order(wanted.parts, answer.parts, rules)
 
 
 def _are_proportional(wanted: Term, answer: Term) -> bool:
@@ -334,14 +309,14 @@ def _are_proportional(wanted: Term, answer: Term) -> bool:
 # ------------------------------------------------------------------------------------------------------- collections
 
 
-def _as_collections(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+def _as_collections(wanted: Term, answer: Term, units: Units) -> bool | None:
     kinds = {wanted.kind, answer.kind}
     if kinds == {"bracketed"}:
-        return wanted.name == answer.name and _in_order(wanted.parts, answer.parts, rules)
+        return wanted.name == answer.name and _in_order(wanted.parts, answer.parts, units)
     if "ratio" in kinds:
-        return _are_same_ratios(wanted, answer, rules)
+        return _are_same_ratios(wanted, answer, units)
     if kinds == {"bracketed", "list"} and {wanted.name, answer.name} & {"()", "[]"}:
-        return _in_order(_values_in_order(wanted), _values_in_order(answer), rules)
+        return _in_order(_values_in_order(wanted), _values_in_order(answer), units)
     if not kinds & {*_COLLECTIONS, "bracketed", "union", "intersection", "difference", "both"}:
         return True if wanted == answer else None
     if (
@@ -352,21 +327,17 @@ def _as_collections(wanted: Term, answer: Term, rules: Rules) -> bool | None:
         return False  # "5, 5" is not 5
     if not kinds & {"bracketed", "union", "intersection", "difference", "both"}:
         ours, theirs = (_elements(term) for term in (wanted, answer))
-        if _is_one_of_each(ours, theirs, rules):
+        if _is_one_of_each(ours, theirs, units):
             return True
-    elif wanted.kind == answer.kind and _are_same_parts(wanted, answer, rules):
-        return True
+    elif wanted.kind == answer.kind:
+        are_same = _is_one_of_each if wanted.kind in ("union", "intersection") else _in_order
+        if are_same(wanted.parts, answer.parts, units):
+            return True
     return _are_same_sets(wanted, answer)
 
 
-def _are_same_parts(wanted: Term, answer: Term, rules: Rules) -> bool:
-    if wanted.kind in ("union", "intersection"):
-        return _is_one_of_each(list(wanted.parts), list(answer.parts), rules)
-    return _in_order(wanted.parts, answer.parts, rules)
-
-
-def _in_order(ours: Sequence[Term], theirs: Sequence[Term], rules: Rules) -> bool:
-    return len(ours) == len(theirs) and all(are_equal(a, b, rules) for a, b in zip(ours, theirs, strict=True))
+def _in_order(ours: Sequence[Term], theirs: Sequence[Term], units: Units) -> bool:
+    return len(ours) == len(theirs) and all(are_equal(a, b, units) for a, b in zip(ours, theirs, strict=True))
 
 
 def _values_in_order(term: Term) -> list[Term]:
@@ -383,16 +354,16 @@ def _elements(term: Term) -> list[Term]:
     return [each for part in parts for each in (_elements(part) if part.kind == "list" else [part])]
 
 
-def _is_one_of_each(ours: list[Term], theirs: list[Term], rules: Rules) -> bool:
+def _is_one_of_each(ours: Sequence[Term], theirs: Sequence[Term], units: Units) -> bool:
     """Whether each element of one is among those of the other, in any order."""
 
-    def holds_all(some: list[Term], others: list[Term]) -> bool:
-        return all(any(are_equal(each, other, rules) for other in others) for each in some)
+    def holds_all(some: Sequence[Term], others: Sequence[Term]) -> bool:
+        return all(any(are_equal(each, other, units) for other in others) for each in some)
 
     return bool(ours) == bool(theirs) and holds_all(ours, theirs) and holds_all(theirs, ours)
 
 
-def _are_same_ratios(wanted: Term, answer: Term, rules: Rules) -> bool:
+def _are_same_ratios(wanted: Term, answer: Term, units: Units) -> bool:
     """Whether two ratios are proportional; 2:3 is 2/3, too."""
     if wanted.kind == answer.kind:
         ours, theirs = wanted.parts, answer.parts
@@ -400,9 +371,9 @@ def _are_same_ratios(wanted: Term, answer: Term, rules: Rules) -> bool:
             (Term("product", (a, theirs[0])), Term("product", (b, ours[0])))
             for a, b in zip(ours[1:], theirs[1:], strict=False)
         ]
-        return len(ours) == len(theirs) and all(are_equal(a, b, rules) for a, b in pairs)
+        return len(ours) == len(theirs) and all(are_equal(a, b, units) for a, b in pairs)
     ratio, other = (wanted, answer) if wanted.kind == "ratio" else (answer, wanted)
-    return len(ratio.parts) == 2 and are_equal(Term("quotient", ratio.parts), other, rules)
+    return len(ratio.parts) == 2 and are_equal(Term("quotient", ratio.parts), other, units)
 
 
 def _are_same_sets(wanted: Term, answer: Term) -> bool:
@@ -651,7 +622,7 @@ def _real_zeros(differences: list[Any]) -> list[Any] | None:
 # ------------------------------------------------------------------------------------------------------- expressions
 
 
-def _as_quantities(wanted: Term, answer: Term, rules: Rules) -> bool:
+def _as_quantities(wanted: Term, answer: Term, units: Units) -> bool:
     ours, theirs = _pushed_in(wanted), _pushed_in(answer)
     for one, other in ((ours, theirs), (theirs, ours)):
         if one.kind == "quantity" and len(one.parts) == 2 and symbols(other) and other.kind != "quantity":
@@ -661,12 +632,12 @@ def _as_quantities(wanted: Term, answer: Term, rules: Rules) -> bool:
         return _have_same_value(ours, _with_units(theirs))
     if kinds & {"percent", "degree"}:
         return _as_shares(ours, theirs)
-    if kinds == {"quantity"} and ours.unit.dimensions and theirs.unit.dimensions and rules.units != "ignored":
+    if kinds == {"quantity"} and ours.unit.dimensions and theirs.unit.dimensions and units != "ignored":
         if ours.unit.dimensions != theirs.unit.dimensions:
             return False
         return _have_same_value(*(_times(term.parts[0], term.unit.factor) for term in (ours, theirs)))
     is_lacking = ours.kind == "quantity" and ours.unit.dimensions and not theirs.unit.dimensions
-    if rules.units == "required" and is_lacking:
+    if units == "required" and is_lacking:
         return False
     return _have_same_value(*(term.parts[0] if term.kind == "quantity" else term for term in (ours, theirs)))
 

@@ -616,21 +616,15 @@ class _Parser(UnitReader):
             self._expect("]")
         return Term("root", (self._tex_argument(is_root=True), degree))
 
-    def _cube_root(self) -> Term:
-        return Term("root", (self._factor(), Term("number", value=Fraction(3))))
-
     def _double_struck(self) -> Term:
         name = self._take().text if self._accept("{") else self._next.text
-        if self._tokens[self._place - 1].text == name and self._next.text == "}":
-            self._take()
-        else:
-            self._take()
+        self._take()  # the closing brace, or the name itself
         return self._subscripted(Term("symbol", name=f"set {name}"), f"set {name}")
 
     def _function(self, name: str, *, is_tex: bool) -> Term:
         base = exponent = None
         if name in ("sqrt", "cbrt") and not is_tex:
-            return Term("root", (self._factor_without_power(), Term("number", value=Fraction(2 + (name == "cbrt")))))
+            return Term("root", (self._deeper(self._atom), Term("number", value=Fraction(2 + (name == "cbrt")))))
         while self._next.text in ("_", "^"):
             if self._take().text == "_":
                 base = self._base()
@@ -669,9 +663,6 @@ class _Parser(UnitReader):
             found = Term("quotient", (found, self._factor()))
         self._depth -= 1
         return negative(found) if sign else found
-
-    def _factor_without_power(self) -> Term:
-        return self._deeper(self._atom)
 
     def _matrix(self) -> Term:
         self._expect("{")
@@ -762,7 +753,7 @@ _COMMANDS: dict[str, Callable[[_Parser], Term]] = {
     "frac": _Parser._fraction,
     "binom": _Parser._binomial,
     "sqrt": _Parser._root,
-    "cbrt": _Parser._cube_root,
+    "cbrt": lambda parser: Term("root", (parser._factor(), Term("number", value=Fraction(3)))),
     "begin": _Parser._matrix,
     "mathbb": _Parser._double_struck,
     "emptyset": lambda _parser: Term("set"),

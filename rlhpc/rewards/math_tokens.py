@@ -29,7 +29,6 @@ from rlhpc.rewards.math_words import (
 
 # ---------------------------------------------------------------------------------------------------------- math tokens
 
-
 MOST_DIGITS = 5_000  # that the exponent of 1e400 may ask for
 
 
@@ -161,6 +160,7 @@ _TOKEN = {
     for is_inside in (False, True)
 }
 _BEHIND_A_COUNT = ("a", "an", "as", "each", "every", "in", "more", "per")  # "5 times a day" multiplies nothing
+_BRACE = re.compile(r"\s*\{")
 _OPENING, _CLOSING = frozenset(("(", "[", r"\{")), frozenset((")", "]", r"\}"))
 
 
@@ -200,21 +200,14 @@ def _split(text: str, *, is_upright: bool) -> list[Token]:
         place = match.end()
         token = _token(match, is_upright=is_upright)
         if token.kind == "command" and token.text[1:] in _FONTS:
-            start = _brace(text, place)
-            if start is not None:
-                place = _end_of_braces(text, start)
-                inner = _split(text[start : place - 1], is_upright=token.text[1:] not in _SLANTED)
+            if brace := _BRACE.match(text, place):
+                place = _end_of_braces(text, brace.end())
+                inner = _split(text[brace.end() : place - 1], is_upright=token.text[1:] not in _SLANTED)
                 found += [replace(first, has_gap=first.has_gap or token.has_gap) for first in inner[:1]] + inner[1:]
             continue
         depth += (token.text in _OPENING) - (token.text in _CLOSING and depth > 0)
         found.append(token)
     return found
-
-
-def _brace(text: str, place: int) -> int | None:
-    """Return the place behind an opening brace that comes next; None where none does."""
-    match = re.compile(r"\s*\{").match(text, place)
-    return match.end() if match else None
 
 
 def _end_of_braces(text: str, start: int) -> int:
@@ -377,7 +370,6 @@ def _scale(tokens: list[Token], place: int) -> tuple[Fraction, int]:
 # Read units from tokens: "km/h", "m^2", "red balls in total", "dollars per day", "\frac{\text{m}}{\text{s}}".
 #
 # Input: tokens (math_tokens.py) and a place among them.  Output: a Unit, or None, where no unit stands there.
-
 
 _PER = ("/", "per", "a", "an", "every")
 _MOST_WORDS = 8  # beside something that is counted

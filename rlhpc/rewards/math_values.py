@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from itertools import pairwise
+from operator import add, mul, truediv
 from typing import Any
 
 import mpmath
@@ -136,7 +137,6 @@ def proper_fraction(above: Fraction, below: Fraction) -> Fraction | None:
 # The quick way, which most answers take: exact (fractions, not floats) and strict.  A text that holds anything besides
 # one number, its currency or percent sign and one unit is not a plain number; math_reading.py reads all others.  Pure.
 
-
 _NUMBER = re.compile(
     r"""
     (?P<minus>-)? \s* (?P<currency>[$€£¥])? (?P<minus_after>-)?
@@ -217,7 +217,6 @@ def parse_plain_number(text: str) -> PlainNumber | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- math values
-
 
 _MOST_BITS = 1 << 17
 _MOST_STEPS = 4_000
@@ -372,40 +371,26 @@ def _constant(term: Term, point: Point) -> Any:
     return {"pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 1), "infinity": mpmath.inf}[term.name] * mpmath.mpf(1)
 
 
-def _sum(term: Term, point: Point) -> Any:
-    total: Any = Fraction(0)
-    for part in term.parts:
-        value = _value(part, point)
-        exact = isinstance(total, Fraction) and isinstance(value, Fraction)
-        total = _bounded(total + value) if exact else _float(total) + _float(value)
-    return total
-
-
-def _product(term: Term, point: Point) -> Any:
-    found: Any = Fraction(1)
-    for part in term.parts:
-        found = _multiplied(found, _value(part, point))
-    return found
-
-
-def _multiplied(first: Any, second: Any) -> Any:
+def _combined(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """Combine two values, exactly where both are fractions."""
     if isinstance(first, Fraction) and isinstance(second, Fraction):
-        return _bounded(first * second)
-    return _float(first) * _float(second)
+        return _bounded(combine(first, second))
+    return combine(_float(first), _float(second))
+
+
+def _folded(combine: Callable[[Any, Any], Any], first: int, term: Term, point: Point) -> Any:
+    """Combine the values of all parts, one after the other."""
+    found: Any = Fraction(first)
+    for part in term.parts:
+        found = _combined(combine, found, _value(part, point))
+    return found
 
 
 def _quotient(term: Term, point: Point) -> Any:
     above, below = (_value(part, point) for part in term.parts)
     if below == 0:
         raise Undefined("it divides by zero")
-    if isinstance(above, Fraction) and isinstance(below, Fraction):
-        return _bounded(above / below)
-    return _float(above) / _float(below)
-
-
-def _power(term: Term, point: Point) -> Any:
-    base, exponent = (_value(part, point) for part in term.parts)
-    return _raised(base, exponent)
+    return _combined(truediv, above, below)
 
 
 def _raised(base: Any, exponent: Any) -> Any:
@@ -453,7 +438,7 @@ def _opaque(term: Term, point: Point) -> Any:
 
 
 def _quantity(term: Term, point: Point) -> Any:
-    found = _multiplied(_value(term.parts[0], point), term.unit.factor)
+    found = _combined(mul, _value(term.parts[0], point), term.unit.factor)
     for name, power in term.unit.dimensions:
         found = _float(found) * point.value(f"[{name}]") ** power
     return found
@@ -473,11 +458,7 @@ def _repeated(term: Term, point: Point) -> Any:
         inner.steps = point.steps
         value = _value(term.parts[2], inner)
         point.steps = inner.steps
-        if term.kind == "product-over":
-            total = _multiplied(total, value)
-        else:
-            is_exact = isinstance(total, Fraction) and isinstance(value, Fraction)
-            total = _bounded(total + value) if is_exact else _float(total) + _float(value)
+        total = _combined(mul if term.kind == "product-over" else add, total, value)
     return total
 
 
@@ -572,13 +553,13 @@ _KINDS: dict[str, Callable[[Term, Point], Any]] = {
     "symbol": lambda term, point: point.value(term.name),
     "opaque": _opaque,
     "constant": _constant,
-    "sum": _sum,
-    "product": _product,
+    "sum": partial(_folded, add, 0),
+    "product": partial(_folded, mul, 1),
     "quotient": _quotient,
-    "power": _power,
+    "power": lambda term, point: _raised(*(_value(part, point) for part in term.parts)),
     "root": _root,
     "negative": lambda term, point: -_value(term.parts[0], point),
-    "percent": lambda term, point: _multiplied(_value(term.parts[0], point), Fraction(1, 100)),
+    "percent": lambda term, point: _combined(mul, _value(term.parts[0], point), Fraction(1, 100)),
     "degree": lambda term, point: _float(_value(term.parts[0], point)) * mpmath.pi / 180,
     "quantity": _quantity,
     "sum-over": _repeated,

@@ -41,7 +41,6 @@ from rlhpc.protocol.types import Verdict
 #
 # Input: the outcome of each completion.  Output: counts and seconds by task, as metrics of a heartbeat.
 
-
 RAISED = "raised"  # an exception
 INVALID = "invalid"  # it returned no finite number, or nothing that could be a reward
 TIMED_OUT = "timed_out"  # its worker was killed
@@ -122,7 +121,6 @@ def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 #
 # A generator on which all agents fail while others have verdicts (its node lacks what they need) fails fast, and would
 # be given most leases: after errors in a row it is given none for a while, longer each time.
-
 
 log = logging.getLogger("rlhpc.rewards")
 
@@ -328,7 +326,6 @@ def _counted(causes: Counter[str]) -> str:
 #
 # The run file has data.reference_field = "*", by which the reference is the record as JSON.
 
-
 PARAMETER = "record"  # the name by which a function asks for it
 PLACE = 1  # after the completion
 
@@ -359,7 +356,6 @@ def record_of(reference: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- returned  # noqa: ERA001
-
 
 CORRECT_FROM = 1.0
 LARGEST = 1e30  # of a reward: float32, in which rewards are kept, has it, and the sum of any batch of it
@@ -462,7 +458,6 @@ def _as_float(value: Real) -> float:
 # Each parameter is given by name, and is a list as long as the batch.  `prompts` is the field prompt; a parameter with
 # a default keeps it if a record lacks the field; **kwargs gets every other field that all records have. It returns a
 # list of what a function of one completion may return, in the same order; async def is allowed.
-
 
 COMPLETIONS, REFERENCES, RECORDS = "completions", "references", "records"
 OF_BATCHES = (COMPLETIONS, REFERENCES, RECORDS)  # parameters that are never fields

@@ -59,7 +59,6 @@ from rlhpc.rewards.task_settings import worker_environment
 # comes first.  A task that has lost a worker (it hung, or killed its process) gets one at a time until it has given one
 # back whole: with several workers the other tasks go on as before.
 
-
 Worker = TypeVar("Worker")
 
 
@@ -155,7 +154,6 @@ class Turns(Generic[Worker]):
 # Input: JudgeRequest or DialogueRequest.  Output: Replies or Turn.  Every way in which a process can fail to answer
 # becomes WorkerLost; after that only kill() may be called.  One question at a time.
 
-
 _READY = msgspec.msgpack.Decoder(Ready)
 _REPLY: msgspec.msgpack.Decoder[Replies | Turn] = msgspec.msgpack.Decoder(Replies | Turn)
 _Message = TypeVar("_Message")
@@ -250,7 +248,6 @@ class WorkerProcess:
 
 
 # ----------------------------------------------------------------------------------------------------------------- pool
-
 
 log = logging.getLogger("rlhpc.rewards")
 
@@ -602,7 +599,6 @@ def _failed(why: str, failure: str) -> Judgement:
 # ------------------------------------------------------------------------------------------------------------ open pool
 #
 # A reward pool as the run file says, for all who judge: the service, evaluations, `rlhpc reward`.
-
 
 _START_S, _START_OF_ONE_S = 60.0, 5.0  # the second: of a worker on a core that it shares with others
 

@@ -72,7 +72,6 @@ def _texts(literal: Any) -> Iterator[str | bytes]:
 
 # ---------------------------------------------------------------------------------------------- reasoning gym reference
 
-
 _SHOWN_CHARACTERS = 80
 
 

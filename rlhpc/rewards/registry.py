@@ -49,7 +49,6 @@ from rlhpc.rewards.task_settings import ARGUMENTS, task_settings
 # Input: the names of a function and of its parameters.  Output: whose it is, and the line that makes a reward function
 # of ours of it, "" for one that can be called as ours; docs/coming_from.md has the table, which a test compares.
 
-
 PAGE = "docs/coming_from.md, Reward functions"
 
 
@@ -189,7 +188,6 @@ def _legal(name: str, foreign: Foreign, names: Sequence[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- registry
 
-
 KEY = "data.task"
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
@@ -304,7 +302,6 @@ def _import_path(task: str) -> str:
 # Input: a completion and a reference, which is the same for every part, or a record of which each part is given a
 # field. Output: a RewardOutcome: the weighted sum of the parts' rewards, correct where one of them is.  A part that
 # cannot judge leaves the whole without a verdict.
-
 
 _SHOWN_CHARACTERS = 120  # of each part's detail
 

@@ -30,7 +30,6 @@ from rlhpc.rewards.task_settings import task_settings
 # A mark is \boxed{…}, \fbox{…}, both also without braces as TeX reads them (\boxed 5), or "#### …" up to the end of its
 # line.  Marks of Markdown around what it holds (**5**, `5`) are left out.
 
-
 LONGEST_ANSWER = 1_000  # characters; a longer one is an attack on a parser or a loop, never an answer
 _HASH_MARK = re.compile(r"####([^\n]*)")
 _BOXED_MARK = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -118,7 +117,6 @@ def outcome(reward: float, answer: str, *, is_correct: bool) -> RewardOutcome:
 # "Answer:"; a completion that is nothing but a choice needs no mark.  A choice is one letter, as "B", "(B)", "B." or
 # "B)", which a text may follow ("B. Paris"); two letters ("A or B") are none, so that listing many gains nothing.
 
-
 _ANSWER_LINE = re.compile(r"^[ \t*]*answer[ \t*]*:[ \t*]*([^\n]*)", re.IGNORECASE | re.MULTILINE)
 _IN_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 _BLANK = re.compile(r"\\[ ,;:!]|~")
@@ -192,8 +190,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 # ----------------------------------------------------------------------------------------------------------- text match
 
-
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SAME = str.maketrans({"−": "-", "–": "-", "‐": "-", "‑": "-", "⁄": "/", "∕": "/"})
 # What punctuation says in a number: its sign, the point that it begins with, separators between digits.
 _OF_NUMBERS = re.compile(

@@ -103,7 +103,6 @@ def _is_copy(pid: int) -> bool:
 
 # --------------------------------------------------------------------------------------------------------------- worker
 
-
 _LONGEST_DETAIL = 500  # characters
 _LONGEST_TRACEBACK = 8000  # characters, the last ones
 _Question = JudgeRequest | DialogueRequest
