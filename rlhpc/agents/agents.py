@@ -58,7 +58,6 @@ from rlhpc.rewards.outcomes import DIED, INVALID, RAISED, NoReward, TaskCounts
 # Every request carries the key of its session (Authorization: Bearer …).  Keys are made from a secret that this process
 # draws when it starts and keeps to itself.  A request without the right key gets a 401 without details.
 
-
 log = logging.getLogger("rlhpc.agents")
 LOOPBACK = "127.0.0.1"
 IDLE_CONNECTION_S = 75.0
@@ -247,7 +246,6 @@ def _error(status: int, message: str, code: str) -> web.Response:
 
 
 # --------------------------------------------------------------------------------------------------------------- agents
-
 
 MOST_TEMPLATES = 64  # sets of tools
 

@@ -40,7 +40,6 @@ from rlhpc.protocol.errors import ConfigError, RoleFailed
 # Input: a session and its record.  Output: how its process ended, once.  They are children of one host (host.py), which
 # is started with the first of them, and again after it has died; then every agent that it had has died, too.
 
-
 log = logging.getLogger("rlhpc.agents")
 START_TIMEOUT_S = 120.0  # for the user's imports
 _LONGEST_LINE = 1 << 20  # of the host's; what agents print is cut before
@@ -189,7 +188,6 @@ async def _why_not_ready(host: Process) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
-
 
 MOST_KEPT = 1 << 16  # bytes of what an agent prints, from the end
 LONGEST_TEXT = 500  # characters of a text that an agent's function returns; of a detail no more is kept (session.py)

@@ -18,7 +18,6 @@ from rlhpc.environments.tools import FORMS, Call
 
 # ------------------------------------------------------------------------------------------------------------- requests
 
-
 Message = Mapping[str, Any]  # normalised: content is text, calls have parsed arguments
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -215,7 +214,6 @@ def _call(where: str, call: object) -> dict[str, Any]:
 #
 # Input: the text of a turn.  Output: JSON objects.  A stream has all of a turn's text in one chunk.
 
-
 _OPENS = "<tool_call>"  # of the form "hermes"
 
 
@@ -293,12 +291,12 @@ def turn_of(
 def completion(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
     """The whole of it, object chat.completion."""
     choice = {"index": 0, "message": turn.spoken, "logprobs": None, "finish_reason": turn.finish_reason}
-    return _head(session, turn, asked, "chat.completion") | {"choices": [choice], "usage": turn.usage}
+    return _head(f"chatcmpl-{session}", turn, asked, "chat.completion") | {"choices": [choice], "usage": turn.usage}
 
 
 def chunks(session: str, turn: AgentTurn, asked: AgentRequest) -> Iterator[dict[str, Any]]:
     """The answer as objects chat.completion.chunk."""
-    head = _head(session, turn, asked, "chat.completion.chunk")
+    head = _head(f"chatcmpl-{session}", turn, asked, "chat.completion.chunk")
     spoken = dict(turn.spoken)
     if "tool_calls" in spoken:
         spoken["tool_calls"] = [{"index": place, **call} for place, call in enumerate(spoken["tool_calls"])]
@@ -313,13 +311,9 @@ def event(data: dict[str, Any] | None) -> bytes:
     return f"data: {'[DONE]' if data is None else json.dumps(data)}\n\n".encode()
 
 
-def _head(session: str, turn: AgentTurn, asked: AgentRequest, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{session}-{turn.number}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": asked.model or "policy",
-    }
+def _head(name: str, turn: AgentTurn, asked: AgentRequest, kind: str) -> dict[str, Any]:
+    model = asked.model or "policy"
+    return {"id": f"{name}-{turn.number}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def _is_sayable(call: Call) -> bool:
@@ -343,7 +337,6 @@ def _json(arguments: Any) -> str:
 # prompt, completion, prompt, completion.  What it adds is read as it is, without a chat template.  By text, a
 # completion is known without its special tokens, which stay where they were sampled; by token ids it is known exactly.
 # Input: JSON (platform.openai.com/docs/api-reference/completions).  Output: AgentRequest; JSON objects.
-
 
 PIECE = "piece"  # role of a prompt's part, and of a completion, in the history of a session
 Plain = str | tuple[int, ...]
@@ -393,23 +386,13 @@ def added(history: Sequence[Message], plain: Plain) -> Plain | None:
 
 def text_completion(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
     """The whole of it, object text_completion; token_ids: as sampled, for the next prompt."""
-    return _text_head(session, turn, asked) | {
-        "choices": [_choice(turn, turn.content, turn.finish_reason)],
-        "usage": turn.usage,
-    }
+    return next(text_chunks(session, turn, asked)) | {"usage": turn.usage}
 
 
 def text_chunks(session: str, turn: AgentTurn, asked: AgentRequest) -> Iterator[dict[str, Any]]:
     """The answer as a stream of one chunk."""
-    yield _text_head(session, turn, asked) | {"choices": [_choice(turn, turn.content, turn.finish_reason)]}
+    head, said = _head(f"cmpl-{session}", turn, asked, "text_completion"), {"index": 0, "text": turn.content}
+    ids = {"token_ids": list(turn.token_ids), "logprobs": None, "finish_reason": turn.finish_reason}
+    yield head | {"choices": [said | ids]}
     if asked.with_usage:
-        yield _text_head(session, turn, asked) | {"choices": [], "usage": turn.usage}
-
-
-def _choice(turn: AgentTurn, text: str, reason: str) -> dict[str, Any]:
-    return {"index": 0, "text": text, "token_ids": list(turn.token_ids), "logprobs": None, "finish_reason": reason}
-
-
-def _text_head(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
-    name = {"id": f"cmpl-{session}-{turn.number}", "object": "text_completion"}
-    return name | {"created": int(time.time()), "model": asked.model or "policy"}
+        yield head | {"choices": [], "usage": turn.usage}

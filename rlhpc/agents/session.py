@@ -81,7 +81,6 @@ def last_line(output: str) -> RewardOutcome | None:
 
 # -------------------------------------------------------------------------------------------------------------- session
 
-
 CHANGED = "history_changed"
 FULL = "context_length_exceeded"  # OpenAI's code
 Judge = Callable[[str], Awaitable[RewardReply]]  # the last turn
