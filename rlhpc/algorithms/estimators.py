@@ -30,7 +30,6 @@ from rlhpc.protocol.types import Bool, Float32, Int32
 #
 # Input: arrays of a packed row.  Output: arrays like them.  float64 inside.  Loads without torch.
 
-
 BLOCK = 128  # tokens
 
 
@@ -82,7 +81,6 @@ def _loss_tokens(loss_mask: Bool, cu_seqlens: Int32) -> NDArray[np.int64]:
 #
 # Tried on small groups when it is loaded, equal rewards and members without loss tokens among them, and checked each
 # time that it is used: what does not fit would end in the weights.
-
 
 ADVANTAGE_KEY = "algorithm.advantage"
 _PAGE = "docs/algorithms.md, An advantage of your own"
@@ -195,7 +193,6 @@ def _described(rewards: Float32, lengths: Int32) -> str:
 # --------------------------------------------------------------------------------------------------------------- spread
 #
 # Zero-variance groups: whether the rewards of a group differ at all.  Loads without torch.
-
 
 RELATIVE_TOLERANCE = 1e-6
 """Rewards closer than this, relative to the largest (or to 1), are one reward.
@@ -371,7 +368,6 @@ def reward_itself(rewards: Float32, lengths: Int32) -> Float32:
 
 
 # --------------------------------------------------------------------------------------------------------------- choice
-
 
 BY_GROUP: Mapping[str, AdvantageEstimator] = MappingProxyType(
     {

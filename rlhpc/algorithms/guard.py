@@ -198,7 +198,6 @@ def _share(truths: Sequence[bool] | Bool) -> float:
 # Input: metrics and gradient norm of a step.  Output: figures under their short names; which of them break the limits
 # that came with the batch.  No torch.  The same on every rank: metrics are summed over ranks.
 
-
 FIGURES: Mapping[str, str] = MappingProxyType(
     {  # short name → metric
         "mismatch_kl": "policy/mismatch_kl",
@@ -234,7 +233,6 @@ def refusal(limits: StepLimits, means: Mapping[str, float], place: int = 0) -> s
 
 
 # ----------------------------------------------------------------------------------------------------------- step guard
-
 
 NUM_NORMS = 50  # the reference: long enough for a median, short enough to follow a policy that changes
 MIN_NORMS = 10  # with fewer there is no reference yet

@@ -29,7 +29,6 @@ from rlhpc.protocol.errors import ConfigError
 # can hold, and that it hides nothing that is not finite.  Checked each time that it is used, as far as that costs
 # nothing.
 
-
 LOSS_KEY = "algorithm.loss"
 FAMILY = "own_loss"  # of its metrics in TensorBoard
 PAGE = "docs/algorithms.md, A loss of your own"
@@ -285,7 +284,6 @@ class ValueLoss:
 
 
 # ------------------------------------------------------------------------------------------------------------ objective
-
 
 MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond any sensible ratio, and its square still fits a float32
 

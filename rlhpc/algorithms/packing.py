@@ -108,7 +108,6 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 #   once;
 #     within one, the costliest row goes to the rank with the least cost so far.
 
-
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
@@ -335,13 +334,7 @@ def _costliest_first(row_costs: Float64) -> Int64:
 # or padded.
 
 
-def pack(
-    samples: Sequence[TrainingSample],
-    *,
-    token_budget: int,
-    num_ranks: int,
-    cost: FlopCost,
-) -> PackedMinibatch:
+def pack(samples: Sequence[TrainingSample], *, token_budget: int, num_ranks: int, cost: FlopCost) -> PackedMinibatch:
     """Plan a minibatch and lay it out.
 
     Raises PackingError if a sample is longer than the budget; ValueError if there is no sample or one is malformed.

@@ -147,7 +147,6 @@ class ImportanceWeight:
 # "recompute" or "current" that is what separates the engine's arithmetic and the rollout's age from the trainer; with
 # "behaviour" it is 0 by definition.
 
-
 NUM_AGES = 5  # 0, 1, 2, 3 and all above
 BY_AGE = ("tokens", "importance_weight", "importance_weight_squared", "mismatch_kl", "kl_k3", "clipped")
 

@@ -85,7 +85,6 @@ def loss_weights(
 # groups, since advantages are those of the whole batch already, and a minibatch should look like it (PPO, Schulman et
 # al. 2017, arXiv:1707.06347).
 
-
 Sample = TypeVar("Sample")
 
 
@@ -211,7 +210,6 @@ def still_to_come(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 # -------------------------------------------------------------------------------------------------------------- samples
-
 
 Values: TypeAlias = Float32  # of the loss tokens of one member
 

@@ -139,7 +139,6 @@ USUAL_RATE = Usual(1e-8, 1e-2, RATE)
 
 # ------------------------------------------------------------------------------------------------------ types of keys
 
-
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]

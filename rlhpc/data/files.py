@@ -27,7 +27,6 @@ from rlhpc.protocol.errors import DataError
 #
 # Input: fields.  Output: a file.
 
-
 WRITTEN = (".jsonl", ".parquet")
 
 
@@ -54,7 +53,6 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 # -------------------------------------------------------------------------------------------------------- dataset files
-
 
 FORMS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 ALL = "all"  # as a split
@@ -216,7 +214,6 @@ def _whats_in(directory: Path) -> str:
 #
 # Input: a file.  Output: (fields, number) of each row; the number is a line's, or the row's where there are no lines.
 # Errors are DataErrors that name file and line, so that the user can correct them.
-
 
 Rows = Iterator[tuple[dict[str, Any], int]]
 _LONGEST_CELL = 64 << 20  # characters of one value in CSV; the library's own bound is 128 KiB

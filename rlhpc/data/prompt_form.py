@@ -33,7 +33,6 @@ from rlhpc.protocol.types import Int32, Prompt
 # Input: a field of a record.  Output: messages, {"role", "content"} each, content as text.  Messages come as lists of
 # objects (verl, TRL, OpenAI), with content in parts where models see pictures, or as such a list in JSON.
 
-
 Message = dict[str, Any]
 _MAY_BE_MESSAGES = re.compile(r"\s*\[\s*\{")
 _PYTHONS = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")
@@ -136,16 +135,11 @@ def _text(content: Any, where: str) -> str:
 # thoughts). At the start a test checks that the difference does not depend on earlier messages; templates that fail
 # are refused.
 
-
 AnyMessage = Mapping[str, Any]
 _ASKED: AnyMessage = {"role": "user", "content": "Q"}
 _MARK = "~the~turn~"  # a turn that occurs in no template
 _ANSWERED: AnyMessage = {"role": "assistant", "content": _MARK}
-_OTHER: tuple[AnyMessage, ...] = (
-    _ASKED,
-    {"role": "assistant", "content": "A"},
-    {"role": "user", "content": "R"},
-)
+_OTHER: tuple[AnyMessage, ...] = (_ASKED, {"role": "assistant", "content": "A"}, {"role": "user", "content": "R"})
 _PROBE: AnyMessage = {"role": "user", "content": "O"}
 _TOLD: AnyMessage = {"role": "system", "content": "S"}
 _TOOL: AnyMessage = {"type": "function", "function": {"name": "f", "description": "F", "parameters": {}}}
@@ -270,7 +264,6 @@ class DialogueTemplate:
 
 
 # ---------------------------------------------------------------------------------------------------------- prompt form
-
 
 _ASKING = ("system", "developer", "user")  # templates may shorten what was answered before, such as thoughts
 

@@ -45,7 +45,6 @@ from rlhpc.protocol.types import Prompt
 # average over the groups of a prompt, because a policy in training passes more and more of them.  Such an average never
 # comes to 0 or 1 again once it has left it, so that who has learnt a prompt, or cannot, is told by its newest group.
 
-
 NEVER = -1  # epoch of a prompt that was never asked
 _LEVEL = 1  # of compression: most of it is the same number over and over
 

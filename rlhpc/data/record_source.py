@@ -68,7 +68,6 @@ def _home() -> Path:
 # Input: paths.  Output: Record.  A name with dots leads into objects and lists: "reward_model.ground_truth",
 # "choices.0"; a field whose own name has dots comes first.  Errors are DataErrors that name file, line, field and key.
 
-
 _LONGEST_SHOWN = 60  # characters of a value in a message
 
 
@@ -212,7 +211,6 @@ def _listed(names: Iterable[str]) -> str:
 # Input: a table [data].  Output: Records with prompt, question, answer, dataset, level, metadata and entry, which is
 # what the task `reasoning_gym` judges by.  The same names, settings, seed and place give the same record, in whatever
 # process: they are made in a child whose sets have a fixed order (PYTHONHASHSEED), and kept in the cache.
-
 
 PREFIX = "reasoning_gym:"
 DISTRIBUTION = "reasoning-gym"

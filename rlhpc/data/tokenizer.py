@@ -134,7 +134,6 @@ def _to_json(
 #
 # What of a completion is judged, where a model thinks before it answers (data.thinking_end).
 
-
 THINKING_END = "</think>"  # of most models that think
 
 
@@ -158,7 +157,6 @@ def answer_of(completion: str, thinking_end: str) -> tuple[str, int]:
 #
 # The text is that of the completion alone, without special tokens.  Tokens are decoded a few at a time, so that the
 # work for each does not grow with the completion; bytes that may be the beginning of a character wait for its end.
-
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet one
@@ -230,7 +228,6 @@ def before_stop(decode: Decode, stop_strings: Sequence[str], token_ids: Sequence
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizer
-
 
 _MOST_BYTES = 4  # of a character in UTF-8
 _MARK = "~the~answer~"  # an answer that occurs in no template

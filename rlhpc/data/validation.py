@@ -29,7 +29,6 @@ from rlhpc.protocol.errors import DataError
 # Input: records, and what the task checks a reference with.  Output: how many were checked; a DataError that shows the
 # first bad ones, each with its line.
 
-
 ReferenceCheck = Callable[[str], None]  # raises ValueError, which says what is legal
 CheckOf = Callable[[str], ReferenceCheck | None]  # by task; None: it checks none
 MOST_S = 60.0  # for the references of a dataset: mathematics takes some milliseconds each
@@ -166,7 +165,6 @@ def _picture_field(record: Record) -> str:
 #
 # Input: Config.  Output: DatasetSummary.  Files are identified by path, size, times and inode, without reading them, so
 # that a million prompts are checked only once.  Faults are not cached.
-
 
 _CODE = ("data/*.py", "rewards/*.py", "protocol/environment.py")  # the code that determines the result
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -36,7 +36,6 @@ from rlhpc.rewards.pool import RewardPool
 
 # ------------------------------------------------------------------------------------------------------------- dialogue
 
-
 log = logging.getLogger("rlhpc.dialogue")
 
 

@@ -35,7 +35,6 @@ from rlhpc.rewards.code_place import failure, limits_of, place
 # tree only numbers and the operators below have a value.  Length and numbers are bounded, so that no expression takes
 # long.
 
-
 MOST_CHARACTERS = 500
 MOST_BITS = 4096  # of a whole number
 Number = int | float
@@ -129,7 +128,6 @@ def run_python(code: str) -> str:
 # The library bm25s scores, as Lucene does.  Words are runs of letters and digits, in lower case.
 # Input: a .jsonl file of {"text": …}, or with a "title".  Output: the best documents as text; ties in the file's order.
 
-
 K1, B = 1.2, 0.75
 _WORD = re.compile(r"\w+")
 
@@ -194,7 +192,6 @@ def _words(text: str) -> list[str]:
 #
 # Sources: the function-calling format of Nous Hermes (github.com/NousResearch/Hermes-Function-Calling) and the chat
 # template of Qwen2.5; Meta's page on Llama 3.1 prompt formats.  Input: text.  Output: calls, and what was meant as one.
-
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
@@ -301,7 +298,6 @@ def _built_in(name: str, arguments: str) -> Call | CallError:
 
 
 # ---------------------------------------------------------------------------------------------------------------- tools
-
 
 Tool = Callable[[str], str]  # argument → result; raises ValueError for what the policy should hear of
 

@@ -141,10 +141,7 @@ def _loaded(name: str, arguments: str) -> Any:
     given = json.loads(arguments)
     try:
         found = try_out(
-            "environment.id",
-            name,
-            f"environment.arguments={given}",
-            lambda: verifiers.load_environment(name, **given),
+            "environment.id", name, f"environment.arguments={given}", lambda: verifiers.load_environment(name, **given)
         )
     finally:
         for number, handler in handlers.items():  # the library takes these; a worker leaves them to its service

@@ -20,7 +20,6 @@ from rlhpc.protocol.errors import ConfigError
 # Input: the content of config.json, as it stands there or with transformers' defaults filled in.  Models that would be
 # computed otherwise are refused.  Needs no torch, so that `rlhpc check` and the trainer share it.
 
-
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3")  # others rescale attention or depend on the length of the row
 # The only value of keys that may be missing or null, which means the same.
@@ -164,7 +163,6 @@ def _must_divide(key: str, value: int, number: int, name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- model shape
-
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

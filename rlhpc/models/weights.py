@@ -24,7 +24,6 @@ from rlhpc.protocol.errors import ConfigError
 #
 # Input: a file.  Output: shapes, dtypes and byte ranges by name.  The numbers are not read.
 
-
 REAL_DTYPES = ("F64", "F32", "F16", "BF16")  # of weights that are trained; others are packed or scaled numbers
 _MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
 
@@ -64,7 +63,6 @@ def _stored(entry: dict[str, Any], data_begin: int) -> StoredTensor:
 
 
 # -------------------------------------------------------------------------------------------------------- model weights
-
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

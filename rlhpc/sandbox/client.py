@@ -30,7 +30,6 @@ from rlhpc.protocol.errors import SandboxError
 #
 # Resource limits of a program, and how it ended.  Python 3.9 and the standard library.
 
-
 MIB = 1 << 20
 
 
@@ -84,7 +83,6 @@ class FinishedProgram:
 
 
 # --------------------------------------------------------------------------------------------------------------- client
-
 
 Strength = Literal["strong", "basic", "none"]
 STRENGTHS: tuple[Strength, ...] = ("none", "basic", "strong")

@@ -19,7 +19,6 @@ from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 # --------------------------------------------------------------------------------------------------------------- kernel
 
-
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x00020000, 0x02000000, 0x04000000
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
@@ -351,7 +350,6 @@ def _judge_clone(*, may_fork: bool, allow: Instruction, deny: Instruction) -> Li
 # and, where the kernel knows them, signals to processes outside and their abstract sockets.
 # Python 3.9 and the standard library.
 
-
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG = 16, 32, 128, 256
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
@@ -411,7 +409,6 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 #     /tmp                    the same directory
 #
 # No /proc, no /sys, no /etc but what the linker reads, no home directories.  Python 3.9 and the standard library.
-
 
 BOXES = "/box"
 BOX = "/box/own"  # below another directory, since Landlock passes over rules of what is mounted on

@@ -39,7 +39,6 @@ from rlhpc.sandbox.kernel import BOX, Calls, compile_filter, make_rules, mount_b
 #
 # Become the program: drop all privileges that it must not have, then run it.  Python 3.9 and the standard library.
 
-
 _MOST_THREADS = 64
 _NAME = "program.py"
 _BINARY = BOX + "/program"
@@ -175,7 +174,6 @@ def _exit_code(end: SystemExit) -> int:
 # (program.py).  No signal of the program reaches P, and what it leaves behind ends before the answer is given.  How Q
 # ended is told by the kernel to P, and by P over a socket that Q does not have, so that no program can forge it.
 # Python 3.9 and the standard library.
-
 
 NO_MORE = 42  # exit status of P: the worker has gone
 STOP = b"stop"
@@ -316,7 +314,6 @@ def _end_all(place: Facilities) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- server
-
 
 _PRELOADED = (
     "__future__ abc array base64 bisect calendar cmath collections collections.abc contextlib copy ctypes dataclasses "

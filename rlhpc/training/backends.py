@@ -83,7 +83,6 @@ def unpin(address: int) -> None:
 # meanwhile. Guarantees: extra memory besides model and copy is one tensor of the largest size; it is allocated before
 # anything changes, so that swapping back cannot run out of memory; after swapping back every bit is restored.
 
-
 ALIGNMENT = 512  # bytes at which a tensor begins in the copy
 
 
@@ -91,9 +90,7 @@ class HeldParameters:
     """Nothing at first, then copies of all tensors in one buffer."""
 
     def __init__(
-        self,
-        live: Callable[[], Sequence[Tensor]],
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, live: Callable[[], Sequence[Tensor]], around: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
         """live: the tensors, each once, always in the same order.  around: context in which to write to them."""
         self._live, self._around = live, around
@@ -189,7 +186,6 @@ def write_rng(states: dict[str, str], device: torch.device) -> None:
 # Guarantees: each number of the average is on one rank, even if replicas keep the same masters; no communication; the
 # same bits in every layout that has the same masters.
 
-
 log = logging.getLogger("rlhpc.training")
 AVERAGE = "average"  # kind of tensors in a checkpoint, beside optimizer.STATE_KINDS
 
@@ -250,7 +246,6 @@ class WeightAverage:
 
 
 # ----------------------------------------------------------------------------------------------------- stateful backend
-
 
 NoneOrRows = Sequence[Tensor] | None
 

@@ -35,7 +35,6 @@ from rlhpc.protocol.errors import CheckpointError, DamagedCheckpoint
 #
 # Size and checksum by which a file is verified, and the reading of many files.  Loads without torch.
 
-
 Found = TypeVar("Found")
 READ_BYTES = 16 << 20
 MANY_BYTES, NUM_READERS = 256 << 20, 8
@@ -133,7 +132,6 @@ def _begin_of(line: str) -> tuple[int, int] | None:
 
 
 # ------------------------------------------------------------------------------------------------------------ directory
-
 
 log = logging.getLogger("rlhpc.checkpoint")
 COMPLETE = "COMPLETE"

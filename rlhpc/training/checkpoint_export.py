@@ -27,7 +27,6 @@ from rlhpc.training.trainer_state import open_checkpoint
 
 # --------------------------------------------------------------------------------------------------------------- export
 
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers keeps all but the default one there
 SHARD_BYTES = 4 << 30
@@ -174,7 +173,6 @@ def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
 # Input: a backend that holds a reference.  Output: a directory with its weights in the dtype of the forward pass, and
 # config.json.  After a resume, such a backend is opened on that directory instead of model.path, and keeps the loaded
 # weights as its reference: the bits are the same, whatever layout wrote them.
-
 
 REFERENCE_DIRECTORY = "reference"  # beside the trainer's part of a checkpoint directory
 CONFIG_FILE = "config.json"

@@ -38,7 +38,6 @@ from rlhpc.training.checkpoint_directory import FileRecord
 # extra memory is one bucket, or one item that is larger, and the tensors that one item is joined to; items arrive as
 # announced and in order; every other rank only sends, so that no two wait for each other.
 
-
 BUCKET_ELEMENTS = 64 << 20
 BUCKET_SHARDS = 256  # NCCL has hung on batches of many more messages (pytorch/pytorch#174288)
 
@@ -177,7 +176,6 @@ class _Here:
 # Guarantees: files are mapped, not read; few are open at once; errors of the disk or of the format are raised as our
 # own errors, naming the file.
 
-
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 4  # pages of a mapped file count as this process's memory until it is closed
@@ -301,7 +299,6 @@ def _files_of_index(directory: Path, origin: str) -> dict[str, Path]:
 
 
 # ----------------------------------------------------------------------------------------------------- safetensors file
-
 
 FORMAT_DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}  # name there, bytes
 

@@ -38,7 +38,6 @@ from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 # Importing this module registers it under the name PACKED_ATTENTION; a SegmentPlan travels to every layer through the
 # model's keyword arguments.  Apart from packed_attention.py, since it loads all that transformers needs for models.
 
-
 PACKED_ATTENTION = "rlhpc_packed"
 
 
@@ -59,7 +58,6 @@ AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
 #
 #     ….mlp.experts.gate_up_proj [E, 2·I, H]  →  ….mlp.experts.e.gate_proj.weight [I, H], ….mlp.experts.e.up_proj.weight
 #     ….mlp.experts.down_proj    [E, H, I]    →  ….mlp.experts.e.down_proj.weight [H, I]
-
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
@@ -109,7 +107,6 @@ def _join(spec: TensorSpec, shards: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------------- hf model
-
 
 TRIAL_TOLERANCE = 1e-3  # float32 round-off is 1e-6; attending across samples shows as 1e-2 to 3
 TRIAL_LENGTHS = (5, 7)

@@ -167,7 +167,6 @@ def all_ranks_agree(answer: bool, device: torch.device) -> bool:
 # weight begins as zeros, so that a critic that has learnt nothing says 0 everywhere; its name is that of HF's heads
 # for classification with one label.
 
-
 VALUE_HEAD = "score.weight"
 
 
@@ -181,7 +180,6 @@ def token_values(hidden: Tensor, head_weight: Tensor, *_: Tensor, **__: object) 
 
 
 # -------------------------------------------------------------------------------------------------------------- logprob
-
 
 NUM_BLOCKS = 8  # a second buffer beside a chunk's logits holds only a block of them
 LOWEST = torch.finfo(torch.float32).min

@@ -38,7 +38,6 @@ from rlhpc.training.logprob import all_ranks_agree
 # is bound before its number is written, never searched for first; the stale address of a dead rank 0 or of another
 # start is replaced as soon as the new one appears; a time-out names the ranks that are missing.
 
-
 POLL_S, LONGEST_POLL_S = 0.02, 0.5  # increasing: hundreds of ranks may poll one file server
 PROBE_S = 10.0  # for rank 0's host to answer
 # torch looks up the name of the other end when it connects, which takes about ten seconds without a name server.
@@ -100,12 +99,7 @@ def _open(file: Path, host: str, world_size: int) -> tuple[Place, Store]:
     port = listener.getsockname()[1]
     # The store takes the socket over: it is bound to one address, while torch itself would listen on all of them.
     server = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=CALL_TIMEOUT,
-        master_listen_fd=listener.detach(),
+        host, port, is_master=True, wait_for_workers=False, timeout=CALL_TIMEOUT, master_listen_fd=listener.detach()
     )
     place = Place(f"tcp://{host}:{port}", secrets.token_hex(8), socket.gethostname(), os.getpid())
     patiently(lambda: _announce(place, file), file)
@@ -184,7 +178,6 @@ def _pause(seconds: float) -> float:
 
 
 # -------------------------------------------------------------------------------------------------------- process group
-
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for others to read or write a checkpoint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the values of model.dtype

@@ -22,14 +22,7 @@ from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
 from rlhpc.training.backends import HeldParameters, ReplicatedBackend, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import Shard
-from rlhpc.training.hf_model import (
-    CausalLM,
-    cast_parameters,
-    load_trained,
-    named_on_disk,
-    on_disk,
-    sharded_on_disk,
-)
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk, sharded_on_disk
 from rlhpc.training.logprob import MetricSums, on_device, scattered
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group

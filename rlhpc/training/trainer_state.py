@@ -39,7 +39,6 @@ from rlhpc.training.checkpoint_tensors import TensorSource, plan_shards, write_s
 # one norm and two fused optimiser calls, however many tensors the model has.
 # Weight decay acts on matrices only (two dimensions or more), not on norms and biases.
 
-
 STATE_KINDS = ("weights", "exp_avg", "exp_avg_sq")  # what a checkpoint holds of every tensor
 NORM_RUN = 4096
 
@@ -162,7 +161,6 @@ class _SumInto:
 
 
 # -------------------------------------------------------------------------------------------------------- trainer state
-
 
 Found = TypeVar("Found")
 STATE_FILE = "trainer.json"

@@ -47,7 +47,6 @@ from rlhpc.training.trainer_state import STATE_KINDS
 #
 # The environment variables that DeepSpeed insists on, for as long as it reads them.
 
-
 SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # by deepspeed; it changes how torch looks for GPUs
 
 
@@ -114,12 +113,7 @@ class _Head(nn.Module):
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        want_entropy: bool,
-        has_entropy_gradient: bool,
-        temperature: float | None,
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, has_entropy_gradient: bool, temperature: float | None
     ) -> tuple[Tensor, Tensor | None]:
         result: tuple[Tensor, Tensor | None] = self._function(
             hidden,
@@ -312,7 +306,6 @@ def _fragments_of_stage_3(optimizer: Any) -> dict[int, tuple[Fragment, ...]]:
 
 
 # --------------------------------------------------------------------------------------------------------------- engine
-
 
 BUCKET_ELEMENTS = 64 << 20  # of gradients reduced, or parameters gathered, at once
 NEVER = 1 << 60

@@ -275,11 +275,7 @@ class TransformerEngineAttention(nn.Module):
         """Do what PackedCoreAttention.forward does."""
         borders, longest = packed_seq_params.borders, packed_seq_params.max_tokens
         packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest
         )
         output: Tensor = self._kernels(
             query[:, 0], key[:, 0], value[:, 0], None, self._mask_type, packed_seq_params=packed
@@ -306,12 +302,7 @@ def chunk_attention(query: Tensor, keys_and_values: Tensor, chunk: ChunkPlan, sc
     key, value = keys_and_values[chunk.key_start : chunk.key_end].unbind(1)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return varlen_causal(
-            query,
-            key,
-            value,
-            (chunk.query_borders, chunk.key_borders),
-            (chunk.max_queries, chunk.max_keys),
-            scaling,
+            query, key, value, (chunk.query_borders, chunk.key_borders), (chunk.max_queries, chunk.max_keys), scaling
         )
     continued, begun = chunk.num_continued, len(query) - chunk.num_continued
     outputs = []

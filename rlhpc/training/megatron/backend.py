@@ -57,7 +57,6 @@ from rlhpc.training.trainer_state import TrainerCheckpoint, fingerprint
 # Input: a ParallelLayout and the default process group, which must be initialised and have exactly the layout's ranks,
 # even if that is one.  Megatron keeps the groups in its own module, so that one process can have one layout at a time.
 
-
 SEED = 1  # unused: weights are loaded, and there is no dropout
 
 
@@ -223,7 +222,6 @@ def _finish_sums(chunks: list[Any], num_tokens: Tensor | None, **keywords: Any) 
 
 
 # -------------------------------------------------------------------------------------------------------------- backend
-
 
 LEAD_RANK = 0
 
@@ -402,11 +400,7 @@ class MegatronBackend(StatefulBackend):
         """See TrainerBackend; views of parameters that are whole on rank 0: not to be written to."""
         with self._reference.in_place(of_reference):
             yield from gather_stream(
-                self._model.items,
-                self._model.own,
-                to_rank=LEAD_RANK,
-                dtype=self._model.dtype,
-                device=self._device,
+                self._model.items, self._model.own, to_rank=LEAD_RANK, dtype=self._model.dtype, device=self._device
             )
 
     def load(self, directory: Path) -> None:

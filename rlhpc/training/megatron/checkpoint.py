@@ -222,7 +222,6 @@ def _sharded(name: str, parameter: nn.Parameter, pieces: Sequence[_KeptNumbers])
 
 # ----------------------------------------------------------------------------------------------- distributed checkpoint
 
-
 LEAD_RANK = 0
 Made = TypeVar("Made")
 

@@ -41,7 +41,6 @@ from rlhpc.training.ranks import Exchange
 
 # ----------------------------------------------------------------------------------------------------------- hf weights
 
-
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 

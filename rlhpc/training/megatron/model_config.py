@@ -205,7 +205,6 @@ class GatedSilu(MegatronModule):  # type: ignore[misc]  # megatron-core is untyp
 # trainer, and longer on a shared file system.  A config.json of a known family that leaves nothing to defaults needs
 # none of them.  Any other is read by transformers, which knows its defaults.
 
-
 ModelConfig = Any  # of read_model: transformers' PretrainedConfig, or a ModelFile with the same names
 
 _EVERY_MODEL = {
