@@ -154,7 +154,7 @@ def _takes_submission(parser: _Parser) -> None:
     _takes_run_file(parser)
     _takes_site_file(parser)
     _takes_overrides(parser)
-    _flag(parser, "--dry-run", "print the jobs as `rlhpc plan` does; submit nothing")
+    _flag(parser, "--dry-run", "check all, print the jobs as `rlhpc plan` does; submit nothing")
     _takes_beginning(parser)
     _value(parser, "--seeds", "N|S,S", "N runs with different run.seed, or one for each seed S")
     text = "submit a run for each value; repeated for several keys: for every combination"
@@ -326,7 +326,7 @@ def takes_evaluation(parser: _Parser) -> None:
     _value(parser, "--patience-s", "S", text, decimal, default=3600.0)
     text = "site file: submit it as a Slurm job, with the GPUs of [evaluation], or else [generation], on one node"
     _value(parser, "--site", "SITE.toml", text, Path)
-    _flag(parser, "--dry-run", "print the job's script; submit nothing (with --site)")
+    _flag(parser, "--dry-run", "check, print the job's script; submit nothing (with --site)")
 
 
 def _takes_evaluations(parser: _Parser) -> None:

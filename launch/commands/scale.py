@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.commands.submit import Tell, describe_record, submit_jobs, write_plan
 from launch.common.text import print_or_lose, quoted
 from launch.doctor.site import refuse_missing_software
-from launch.doctor.slurm_plan import refuse_unfit
+from launch.doctor.slurm_plan import as_far_as_slurm_answers, refuse_unfit
 from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.script import describe_with_scripts
 from launch.plan.site_file import load_site, walltime_s
@@ -123,12 +123,16 @@ def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_ru
         time_s=_time_s(how.time),
     )
     plan = plan_elastic(config, site, layout, wanted)
+
+    def check() -> None:
+        for line in [*refuse_missing_software(site), *refuse_unfit(plan)]:
+            tell(line)
+
     if dry_run:
+        as_far_as_slurm_answers(check, tell)
         tell(describe_with_scripts(plan))
         return
-    for line in refuse_missing_software(site):
-        tell(line)
-    refuse_unfit(plan)
+    check()
     from rlhpc.transport.security import mint_run_keys
 
     write_plan(plan)  # before the keys: an attempt that begins now makes keys for every planned generator

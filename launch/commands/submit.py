@@ -22,7 +22,7 @@ from launch.checks.preflight import Findings, preflight
 from launch.commands.arguments import refuse_resume_point, refuse_without_predict, resume_point
 from launch.common.text import file_and_settings, print_or_lose, quoted
 from launch.doctor.site import refuse_missing_software, software_not_here
-from launch.doctor.slurm_plan import refuse_unfit
+from launch.doctor.slurm_plan import as_far_as_slurm_answers, refuse_unfit
 from launch.evaluate.evaluation import preview_evaluations
 from launch.evaluate.job import EvaluationJob, end_following, following_job, submit_following
 from launch.plan.jobs import Job, JobPlan, plan_jobs
@@ -44,7 +44,7 @@ from rlhpc.protocol.errors import ConfigError, RlhpcError
 
 # ------------------------------------------------------------------------------------------------------------ show jobs
 #
-# `rlhpc plan`, and `rlhpc submit --dry-run`: the jobs of a run, and their scripts.
+# `rlhpc plan`: the jobs of a run, and their scripts.
 #
 # Input: run file and site file.  Output: text.  Asks Slurm nothing.
 
@@ -53,21 +53,21 @@ def show_plan(options: argparse.Namespace) -> int:
     """Print the jobs of a run, or how fast it will be.  Raises ConfigError."""
     if not options.predict:
         refuse_without_predict(options)
-        return _show_jobs(options)
+        config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
+        print("\n".join([*software_not_here(site), *_jobs(config, site)]))
+        return 0
     from launch.commands.predict import predict  # loads numpy
 
     print(predict(load_config(options.run_file, options.overrides), load_site(options.site_file), options))
     return 0
 
 
-def _show_jobs(options: argparse.Namespace) -> int:
-    """Print what the prologue names and is not here, the plan, and every script under its name."""
-    config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
-    lines = [*software_not_here(site), plan_report(config, site)]
+def _jobs(config: Config, site: Site) -> list[str]:
+    """The plan, and every script under its name."""
+    lines = [plan_report(config, site)]
     if config.evaluation:
         lines.append(f"\n----- evaluation.sbatch\n{EvaluationJob.following(config, site).script.rstrip()}")
-    print("\n".join(lines))
-    return 0
+    return lines
 
 
 # --------------------------------------------------------------------------------------------------------------- submit
@@ -100,11 +100,16 @@ def submit(options: argparse.Namespace) -> int:
 
         refuse_resume_point(options)
         return submit_sweep(options, print_or_lose)
+    config = load_config(options.run_file, options.overrides)
+    how = {"resume": options.resume, "fresh": options.fresh, "resume_from": resume_from}
     if options.dry_run:
         dependency(options.after)
-        return _show_jobs(options)
-    config = load_config(options.run_file, options.overrides)
-    how = {"resume": options.resume, "fresh": options.fresh, "after": options.after, "resume_from": resume_from}
+        run = prepare(config, options.site_file)
+        as_far_as_slurm_answers(lambda: check(run, print_or_lose), print_or_lose)
+        as_far_as_slurm_answers(lambda: refuse_run_dir_for_jobs(run.config, run.layout, **how), print_or_lose)
+        print("\n".join(_jobs(config, run.site)))
+        return 0
+    how["after"] = options.after
     return _wait_if_asked(submit_run(config, options.site_file, **how, tell=print_or_lose), options)
 
 
@@ -161,9 +166,11 @@ def check(run: Submission, tell: Tell) -> None:
     for line in unusual(run.config):
         tell(f"warning     {line}")
     refuse_small_memory(run.config, findings, run.site, run.site_file, tell)
-    refuse_unfit(run.plan)
+    doubts = refuse_unfit(run.plan)
     if run.config.evaluation:
-        refuse_unfit(EvaluationJob.following(run.config, run.site).jobs)
+        doubts += refuse_unfit(EvaluationJob.following(run.config, run.site).jobs)
+    for line in dict.fromkeys(doubts):
+        tell(line)
 
 
 def submit_checked(

@@ -12,10 +12,13 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from launch.commands.submit import Tell, check, dependency, prepare, submit_checked
 from launch.common.text import counted
+from launch.doctor.slurm_plan import as_far_as_slurm_answers
+from launch.run_directory.prepare import refuse_run_dir_for_jobs
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config, with_values
 from rlhpc.protocol.errors import ConfigError, RlhpcError
@@ -24,7 +27,7 @@ MOST_RUNS = 64  # a seed that is taken for a number of runs should not fill the 
 
 
 def submit_sweep(options: argparse.Namespace, tell: Tell) -> int:
-    """Submit every run of a sweep, or with --dry-run list them; returns exit status 0.
+    """Submit every run of a sweep, or with --dry-run check and list them; returns exit status 0.
 
     With --resume, runs without a directory begin.  Raises ConfigError: refused, nothing was submitted; or some were not
     submitted after others had been, and the message names them.
@@ -38,21 +41,27 @@ def submit_sweep(options: argparse.Namespace, tell: Tell) -> int:
     for varied, run in zip(members, runs, strict=True):
         tell(f"run         {run.layout.root}: {varied}")
         nameless = with_values(run.config, {"run.name": "", "run.directory": None, "run.seed": 0}).model_dump_json()
-        if not options.dry_run and nameless not in checked:
+        if nameless not in checked and options.dry_run:
+            as_far_as_slurm_answers(partial(check, run, tell), tell)
+        elif nameless not in checked:
             check(run, tell)
         checked.add(nameless)
-    if options.dry_run:
-        return 0
     refused = []
     for run in runs:
         is_resumed = options.resume and run.layout.root.exists()
         try:
-            submit_checked(run, after, resume=is_resumed, fresh=options.fresh, tell=tell)
+            if options.dry_run:
+                how = {"resume": is_resumed, "fresh": options.fresh}
+                as_far_as_slurm_answers(partial(refuse_run_dir_for_jobs, run.config, run.layout, **how), tell)
+            else:
+                submit_checked(run, after, resume=is_resumed, fresh=options.fresh, tell=tell)
         except (RlhpcError, OSError) as error:
             refused.append(f"{run.config.run.name}: {error}")
-    tell(f"next        rlhpc list {runs[0].layout.root.parent}")
+    if not options.dry_run:
+        tell(f"next        rlhpc list {runs[0].layout.root.parent}")
+    outcome = "would not be submitted" if options.dry_run else "not submitted"
     if refused:
-        raise ConfigError("\n".join([f"{counted(len(refused), 'run')} of {len(runs)} not submitted:", *refused]))
+        raise ConfigError("\n".join([f"{counted(len(refused), 'run')} of {len(runs)} {outcome}:", *refused]))
     return 0
 
 

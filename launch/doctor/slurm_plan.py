@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from launch.slurm.cluster_facts import (
 )
 from launch.slurm.commands import SlurmError, is_away
 from launch.slurm.sbatch import try_script
+from rlhpc.base.near_names import near_hint
 from rlhpc.protocol.errors import ConfigError
 
 # ----------------------------------------------------------------------------------------------------------- job limits
@@ -265,16 +266,27 @@ def _key(component: JobComponent, resource: str) -> str:
 SHORTEST_JOB_AGE_S = 60  # below it a job that ended between two looks has never been seen
 
 
-def refuse_unfit(plan: JobPlan) -> None:
-    """Ask the cluster whether it would take the plan.
+def refuse_unfit(plan: JobPlan) -> list[str]:
+    """Ask the cluster whether it would take the plan; returns lines about what it would take, and may not do well.
 
     Raises ConfigError with one line for each failure: key, value, what is legal.  Raises SlurmError: slurmctld does not
     answer, or Slurm is not here.
     """
-    findings = [*check_directory(plan.cluster.shared_directory), *find_unfit(plan, ask_cluster())]
+    findings = check_directory(plan.cluster.shared_directory)
+    if findings[0].verdict != "fail":
+        findings += find_unfit(plan, ask_cluster())
     failures = [finding for finding in findings if finding.verdict == "fail"]
     if failures:
         raise ConfigError("\n".join(finding.line for finding in failures))
+    return [f"warning     {finding.line}" for finding in findings if finding.verdict == "warn"]
+
+
+def as_far_as_slurm_answers(look: Callable[[], object], tell: Callable[[str], object]) -> None:
+    """Check what a dry run would submit; where Slurm does not answer, what it alone knows is said to be unchecked."""
+    try:
+        look()
+    except SlurmError as error:
+        tell(f"not checked what the cluster would refuse: {error}")
 
 
 def find_unfit(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
@@ -287,11 +299,12 @@ def find_unfit(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
 def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     """Return findings on what sbatch --test-only does not tell."""
     findings = [finding for part in plan.components for finding in _in_partitions(part, facts)]
+    findings += [finding for part in plan.components for finding in _fewer_gpus(part, facts)]
     # Sums of what does not fit alone mean nothing.
     if not any(finding.verdict == "fail" for finding in findings):
         findings += [*_over_budget(plan, facts), *check_limits_together(plan, _partitions(plan, facts), facts)]
     findings += [*_preemption(plan, facts), *_requeue(plan, facts), *_arrays(plan, facts), *_submissions(plan, facts)]
-    return [*findings, *_hidden(facts)]
+    return [*findings, *_without_accounting(plan, facts), *_hidden(facts)]
 
 
 def try_components(plan: JobPlan, facts: ClusterFacts, skip: Collection[str] = ()) -> list[Finding]:
@@ -320,6 +333,8 @@ def _try(component: JobComponent, script: Path, facts: ClusterFacts, asked: str)
                 f"slurmctld does not answer, so {key} could not be checked ({error}); try again later"
             ) from None
         said = str(error).removeprefix("sbatch: ")
+        if (blamed := _blamed(component, said, facts)) is not None:
+            return blamed
         # Slurm says "configuration is not available" of what no node has, and of what no node has that is up.
         nodes = [node for partition in partitions_of(component, facts) for node in facts.nodes_of(partition.name)]
         may_be_away = not nodes or not all(node.is_up for node in nodes)
@@ -333,6 +348,23 @@ def partitions_of(component: JobComponent, facts: ClusterFacts) -> list[Partitio
     """Return the partitions that are named, or the default one, without those that do not exist."""
     named = component.allocation.partition or facts.default_partition or ""
     return [found for name in named.split(",") if (found := facts.partition(name)) is not None]
+
+
+def _nodes_of(component: JobComponent, facts: ClusterFacts) -> list[NodeFacts]:
+    """Return the nodes of its partitions that the site shows, each once."""
+    names = {partition.name for partition in partitions_of(component, facts)}
+    return [node for node in facts.nodes if node.partitions & names]
+
+
+def _without_accounting(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
+    """Accounts and QOS that nothing is known of: Slurm takes any, and its jobs have none."""
+    if facts.associations is not None:
+        return
+    text = "not checked: this cluster keeps no accounts, or did not tell them; Slurm may pass over it"
+    for key in ("account", "qos"):
+        named = {getattr(part.allocation, key): part.name for part in reversed(plan.components)}
+        for value, name in sorted((value, name) for value, name in named.items() if value is not None):
+            yield Finding(f"{name}.{key}", value, "warn", text)
 
 
 def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
@@ -439,11 +471,31 @@ def _nodes_with_its_gpus(component: JobComponent, facts: ClusterFacts) -> dict[s
 def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     """Jobs that do not all fit at the same time run one after another, and wait for each other while they do."""
     parts = [(part, job.array_size or 1) for job in plan.jobs for part in job.components if part.gpus_per_task]
-    there = {name: node for part, _ in parts for name, node in _nodes_with_its_gpus(part, facts).items()}
-    has, wanted = sum(node.num_gpus for node in there.values()), sum(p.gpus_per_node * p.nodes * n for p, n in parts)
-    if there and wanted > has:
-        text = f"trainer and generation request {wanted} GPUs, and there are {has}: some jobs will never start"
-        yield Finding("generation.partition", _partition_text(parts[-1][0]), "warn", text, "fewer replicas or ranks")
+    for group in (group for size in range(1, len(parts) + 1) for group in itertools.combinations(parts, size)):
+        there = {name: node for part, _ in group for name, node in _nodes_with_its_gpus(part, facts).items()}
+        has = sum(node.num_gpus for node in there.values())
+        wanted = sum(part.gpus_per_node * part.nodes * number for part, number in group)
+        if not there or wanted <= has:
+            continue
+        part, number = group[-1]
+        request = f"{' and '.join(part.name for part, _ in group)} request{'s' * (len(group) == 1)}"
+        each, waiting = part.gpus_per_node * part.nodes, "some jobs will never start"
+        if number > 1 and (late := -(-(wanted - has) // each)) < number:  # a task is a replica, or a node of them
+            what = "generators" if part.num_tasks == 1 else "jobs of generators"
+            waiting = f"{late} of {number} {what} cannot run together with the rest"
+        text = f"{request} {wanted} GPUs, and there are {has}: {waiting}"
+        yield Finding(f"{part.name}.partition", _partition_text(part), "warn", text, "fewer replicas or ranks")
+        return
+
+
+def _fewer_gpus(component: JobComponent, facts: ClusterFacts) -> Iterator[Finding]:
+    """Nodes with fewer GPUs than the site file says: a run that fills them would be refused."""
+    said, kind = component.gpus_there, component.gres_type
+    most = max((node.num_gpus if kind is None else node.gpus.get(kind, 0) for node in _nodes_of(component, facts)),
+               default=0)  # fmt: skip
+    if said is not None and said > most > 0:
+        text = f"no node of partition {_partition_name(component, facts)} has more than {_amount('gres/gpu', most)}"
+        yield Finding(f"{component.name}.gpus_per_node", str(said), "warn", text, f"legal: at most {most}")
 
 
 def _partitions(plan: JobPlan, facts: ClusterFacts) -> dict[str, PartitionFacts | None]:
@@ -454,6 +506,99 @@ def _partitions(plan: JobPlan, facts: ClusterFacts) -> dict[str, PartitionFacts 
 
 def _partition_text(component: JobComponent) -> str:
     return component.allocation.partition or "(default)"
+
+
+def _partition_name(component: JobComponent, facts: ClusterFacts) -> str:
+    return repr(component.allocation.partition or facts.default_partition or "")
+
+
+# ------------------------------------------------------------------------------------------------- refusals in our keys
+
+
+def _blamed(component: JobComponent, said: str, facts: ClusterFacts) -> Finding | None:
+    """Return sbatch's refusal by the key of the site file that it is about; None: it does not tell."""
+    found = _blamed_partition(component, said, facts) or _blamed_name(component, said.lower(), facts)
+    if found is None and "configuration is not available" not in said and "can not be satisfied" not in said:
+        return None
+    return found or _blamed_size(component, facts)
+
+
+def _blamed_partition(component: JobComponent, said: str, facts: ClusterFacts) -> Finding | None:
+    named, known = component.allocation.partition, [partition.name for partition in facts.partitions]
+    if "partition" not in said or not known:
+        return None
+    text = "this cluster has no default partition" if named is None and facts.default_partition is None else ""
+    if unknown := [name for name in (named or "").split(",") if name and name not in known]:
+        text = "no such partition" if named == unknown[0] else f"no partition {unknown[0]!r}"
+        text += near_hint(unknown[0], known)
+    key, value, legal = f"{component.name}.partition", _partition_text(component), f"legal: {', '.join(known)}"
+    return Finding(key, value, "fail", text, legal) if text else None
+
+
+def _blamed_name(component: JobComponent, said: str, facts: ClusterFacts) -> Finding | None:
+    """An account, a QOS, a reservation or a feature that is not there, or not for this user."""
+    allocation = component.allocation
+
+    def wrong(key: str, value: str, text: str, legal: Iterable[str]) -> Finding:
+        listed = ", ".join(dict.fromkeys(legal)) or "none that is known here"
+        return Finding(f"{component.name}.{key}", value, "fail", text, f"legal: {listed}")
+
+    if "invalid account" in said and facts.associations is not None:
+        mine, account = [each.account for each in facts.associations], allocation.account or facts.default_account
+        if account.lower() not in mine:
+            return wrong("account", account, "no account of yours", mine)
+    if "invalid qos" in said and allocation.qos is not None and facts.associations is not None:
+        share = association_of(component, facts)
+        legal = (share.qos if share is not None else ()) or [qos.name for qos in facts.qos]
+        if allocation.qos not in legal:
+            return wrong("qos", allocation.qos, "no QOS, or none that your account may use", legal)
+    if "reservation" in said and allocation.reservation is not None:
+        legal = ("one of `scontrol show reservation` that is for you, and lasts long enough",)
+        return wrong("reservation", allocation.reservation, f"sbatch refuses it: {said}", legal)
+    if "invalid feature" in said and allocation.constraint is not None:
+        features = sorted({name for node in _nodes_of(component, facts) for name in node.features})
+        text = f"no such features in partition {_partition_name(component, facts)}"
+        return wrong("constraint", allocation.constraint, text, features)
+    return None
+
+
+def _blamed_size(component: JobComponent, facts: ClusterFacts) -> Finding | None:
+    """What the component asks of one node, and none of its partition has, up or down; None: some node has it all."""
+    name, tasks, kind, nodes = (
+        component.name,
+        component.tasks_per_node,
+        component.gres_type,
+        _nodes_of(component, facts),
+    )
+    if not nodes:
+        return None
+    where, each = f"nodes of partition {_partition_name(component, facts)}", max(component.gpus_per_task, 1)
+    gpus, of_kind = component.gpus_per_node, max(node.gpus.get(kind or "", 0) for node in nodes)
+    most = max(node.num_gpus for node in nodes) if kind is None else of_kind
+    if gpus > most and kind is not None and not most:
+        kinds = ", ".join(sorted({kind for node in nodes for kind in node.gpus if kind}))
+        text = f"{where} have no such GPUs"
+        return Finding(f"{name}.gres_type", kind, "fail", text, f"legal: {kinds or 'another partition'}")
+    if gpus > most:
+        text = f"{where} have {f'{most} at most' if most else 'none'}"
+        legal = f"legal: at most {most}, or another partition" if most else "legal: another partition"
+        return Finding(f"{name}.gpus_per_node", _amount("gres/gpu", gpus), "fail", text, legal)
+    lone = tasks > 1 and component.gpus_there is None and not component.gpus_per_task
+    why = f"; without {name}.gpus_per_node all {tasks} tasks are on one node, without GPUs" if lone else ""
+    for resource, wanted, there in (
+        ("cpu", component.cpus_per_task, max(node.cores for node in nodes)),
+        ("mem", component.memory_gib_per_task or 0, max(node.memory_gib for node in nodes)),
+    ):
+        if there and tasks * wanted > there:
+            unit, at_most = _RESOURCES[resource], int(there // (tasks * each))
+            text = f"{tasks} {'task needs' if tasks == 1 else 'tasks need'} {tasks * wanted} {unit} of one node, "
+            text += f"and {where} have {there:.4g} at most"
+            legal = f"legal: at most {at_most}" if at_most else f"legal: fewer tasks on a node ({name}.nodes)"
+            return Finding(_key(component, resource), str(wanted // each), "fail", f"{text}{why}", legal)
+    if component.nodes > len(nodes):
+        text = f"partition {_partition_name(component, facts)} has {len(nodes)}"
+        return Finding(f"{name}.nodes", str(component.nodes), "fail", text, f"legal: at most {len(nodes)}")
+    return None
 
 
 # ------------------------------------------------------------------------------------------------- how the cluster acts

@@ -19,7 +19,7 @@ import numpy as np
 
 from launch.common.text import aligned, escaped, print_or_lose, say_or_lose, without_dots
 from launch.doctor.site import refuse_missing_software
-from launch.doctor.slurm_plan import refuse_unfit
+from launch.doctor.slurm_plan import as_far_as_slurm_answers, refuse_unfit
 from launch.evaluate.evaluation import (
     Evaluation,
     Report,
@@ -222,10 +222,10 @@ def _submit_following(options: argparse.Namespace, site: Site) -> int:
     config = target.settings
     assert config is not None  # a run has settings
     job = EvaluationJob.following(config, site)
+    _refuse_unfit(job, site, is_dry=options.dry_run)
     if options.dry_run:
         print(job.script, end="")
         return 0
-    _refuse_unfit(job, site)
     submit_following(config, layout, site, None, _tell)
     return 0
 
@@ -236,20 +236,25 @@ def _show(options: argparse.Namespace, report: Report, indent: int | None) -> No
 
 def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> None:
     job = EvaluationJob.of(evaluation, site)
+    _refuse_unfit(job, site, is_dry=options.dry_run)
     if options.dry_run:
         print(job.script, end="")
         return
-    _refuse_unfit(job, site)
     with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=options.fresh, tell=_tell):
         submitted = job.submit()
         _tell(f"submitted job {submitted}; it says how far it is in {job.directory / f'job-{submitted}.log'}")
         _tell(f"figures come into {job.directory / SUMMARY}; the same command without --site prints them")
 
 
-def _refuse_unfit(job: EvaluationJob, site: Site) -> None:
-    for line in refuse_missing_software(site):
-        _tell(line)
-    refuse_unfit(job.jobs)
+def _refuse_unfit(job: EvaluationJob, site: Site, *, is_dry: bool) -> None:
+    def look() -> None:
+        for line in [*refuse_missing_software(site), *refuse_unfit(job.jobs)]:
+            _tell(line)
+
+    if is_dry:
+        as_far_as_slurm_answers(look, _tell)
+    else:
+        look()
 
 
 def _tell(line: str) -> None:

@@ -62,6 +62,7 @@ class JobComponent:
     allocation: Allocation
     gpu_request: GpuRequest = "gres"
     gres_type: str | None = None
+    gpus_there: int | None = None  # on a node, as the site file says
     runs_in_batch_step: bool = False  # no srun: the supervisor starts its processes itself
     hides_gpus: bool = False  # its processes are on CPU, also where the node has GPUs
     num_threads: int = 1  # of a library in each process
@@ -224,6 +225,7 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
         allocation=allocation,
         gpu_request=section.gpu_request,
         gres_type=section.gres_type,
+        gpus_there=section.gpus_per_node,
     )
 
 

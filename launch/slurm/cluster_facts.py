@@ -69,6 +69,9 @@ class NodeFacts:
     partitions: frozenset[str]
     gpus: Mapping[str, int]  # by type; "" where the site names none
     state: str
+    cores: int = 0  # for jobs, as Slurm counts them; 0: not told
+    memory_gib: float = 0.0  # 0: not told
+    features: tuple[str, ...] = ()
 
     @property
     def is_up(self) -> bool:
@@ -292,6 +295,9 @@ def parse_nodes(text: str) -> tuple[NodeFacts, ...]:
             partitions=frozenset(_names(record.get("Partitions", ""))),
             gpus=parse_gpus(record.get("Gres", "")),
             state=record.get("State", "UNKNOWN"),
+            cores=_number(record.get("CPUEfctv", "") or record.get("CPUTot", "")) or 0,
+            memory_gib=(_number(record.get("RealMemory", "")) or 0) / 1024,
+            features=_names(record.get("AvailableFeatures", "")),
         )
         for record in records(text, "NodeName")
     )

@@ -23,6 +23,8 @@ _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection r
          # A configless client, which gets slurm.conf from slurmctld; a name server and a munged that are away.
          "Could not establish a configuration source", "Unable to establish control machine address",
          "Protocol authentication error")  # fmt: skip
+# Messages of commands that find neither a slurm.conf nor a name of slurmctld; four lines of libraries are about it.
+_NO_CLUSTER = ("Could not establish a configuration source", "DNS SRV lookup failed")
 _NO_LIST = "slurm_load_jobs error"
 PAUSE_S = 5.0  # at most, before another try
 
@@ -150,6 +152,8 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str],
         raise NoAnswer(f"{words[0]}: ended by signal {-done.returncode}")
     if done.returncode != 0:
         said = _in_one_line(done.stderr or done.stdout)
+        if all(words in said for words in _NO_CLUSTER):
+            said = f"no cluster here: Slurm is installed, and not configured ({_NO_CLUSTER[0]})"
         raise SlurmError(f"{words[0]}: {said or f'exit status {done.returncode}'}")
     remarks = _in_one_line(done.stderr)
     if not done.stdout.strip() and _NO_LIST in remarks and "Invalid job id" not in remarks:

@@ -22,6 +22,8 @@ from tests.slurm.cluster_kit import MakeCluster, known_jobs, seconds_of
 from tests.slurm.doctor_kit import plan_of, turned_to
 from tests.slurm.stand import discard, new_cluster
 
+NO_GPUS = {"partition": "train", "gpus_per_node": None, "gres_type": None, "memory_gib_per_gpu": None}
+
 
 def refusal(cluster: DevCluster, plan: JobPlan) -> list[str]:
     with turned_to(cluster), pytest.raises(ConfigError) as caught:
@@ -46,35 +48,48 @@ def test_a_run_that_fits_is_taken_in_less_than_two_seconds_and_nothing_is_submit
 
 
 @pytest.mark.parametrize(
-    ("trainer", "asked"),
-    [({"partition": "trian"}, "--partition=trian"),
-     ({"reservation": "course"}, "--reservation=course"),
-     ({"gres_type": "h100"}, "gpu:h100:1"),
-     ({"cpus_per_gpu": 10_000}, "--cpus-per-task=10000"),
-     ({"memory_gib_per_gpu": 10_000}, "--mem=10000G"),
-     ({"constraint": "infiniband"}, "--constraint=infiniband"),
-     ({"extra": ["--licenses=matlab:1"]}, "--licenses=matlab:1")],
+    ("trainer", "told"),
+    [({"partition": "trian"}, "partition='trian': no such partition (did you mean train?); legal: "),
+     ({"reservation": "course"}, "reservation='course': sbatch refuses it: "),
+     ({"gres_type": "h100"}, "gres_type='h100': nodes of partition 'train' have no such GPUs; legal: fake"),
+     ({"cpus_per_gpu": 10_000}, "cpus_per_gpu='10000': 1 task needs 10000 cores of one node, and nodes of partition"),
+     ({"memory_gib_per_gpu": 10_000}, "memory_gib_per_gpu='10000': 1 task needs 10000 GiB of memory of one node"),
+     ({"constraint": "infiniband"}, "constraint='infiniband': no such features in partition 'train'; legal: "),
+     ({"partition": "cpu", "gres_type": None},
+      "gpus_per_node='1 GPU': nodes of partition 'cpu' have none; legal: another partition"),
+     ({"extra": ["--licenses=matlab:1"]}, "='sbatch --test-only': sbatch refuses it: ")],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )  # fmt: skip
-def test_what_a_component_asks_for_and_nothing_has_is_refused_in_sbatchs_words(
-    slurm: DevCluster, tmp_path: Path, trainer: dict[str, Any], asked: str
+def test_what_a_component_asks_for_and_nothing_has_is_refused_by_its_key_or_in_sbatchs_words(
+    slurm: DevCluster, tmp_path: Path, trainer: dict[str, Any], told: str
 ) -> None:
     (line,) = refusal(slurm, plan_of(tmp_path, trainer=trainer))
-    said, _, request = line.partition("; it was asked for ")
-    assert said.startswith("trainer='sbatch --test-only': sbatch refuses it: ")
-    assert asked in request
+    assert line.startswith(f"trainer{told if told.startswith('=') else f'.{told}'}")
+    assert ("; it was asked for " in line and "--licenses=matlab:1" in line) == told.startswith("=")
+
+
+def test_ranks_without_gpus_per_node_that_fill_no_node_are_refused_with_the_key(
+    slurm: DevCluster, tmp_path: Path
+) -> None:
+    plan = plan_of(tmp_path, "trainer.num_ranks=16", "trainer.device=cpu", trainer=NO_GPUS)
+    (line,) = refusal(slurm, plan)
+    assert line == (
+        "trainer.cpus_per_gpu='4': 16 tasks need 64 cores of one node, and nodes of partition 'train' have 16 at most; "
+        "without trainer.gpus_per_node all 16 tasks are on one node, without GPUs; legal: at most 1"
+    )
 
 
 def test_more_gpus_than_a_node_has_are_refused(slurm: DevCluster, tmp_path: Path) -> None:
     wide = plan_of(tmp_path, "generation.num_replicas=8", generation={"gpus_per_node": 8, "cpus_per_gpu": 1})
-    assert "Requested node configuration is not available" in refusal(slurm, wide)[0]
+    (line,) = refusal(slurm, wide)
+    assert line.startswith("generation.gpus_per_node='8 GPUs': nodes of partition 'gen' have ")
+    assert line.endswith(" or another partition")
 
 
 def test_an_unknown_account_is_refused(slurm_accounts: DevCluster, tmp_path: Path) -> None:
     lines = refusal(slurm_accounts, plan_of(tmp_path, common={"account": "nobody"}))
-    assert [line.split("=")[0] for line in lines] == ["controller", "trainer", "generation"]
-    assert "Invalid account or account/partition combination specified" in lines[0]
-    assert "--account=nobody" in lines[0]
+    assert [line.split(".")[0] for line in lines] == ["controller", "trainer", "generation"]
+    assert lines[0].startswith("controller.account='nobody': no account of yours; legal: lab")
     with turned_to(slurm_accounts):
         refuse_unfit(plan_of(tmp_path, common={"account": "lab"}))
 

@@ -89,7 +89,7 @@ def test_a_run_may_begin_after_another_job(desk: Desk) -> None:
         assert shown(desk, job, "Dependency").startswith(f"afterany:{other}")
 
 
-def test_a_dry_run_prints_the_plan_and_asks_no_slurm(
+def test_a_dry_run_prints_the_plan_and_without_slurm_what_it_could_not_check(
     desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [str(desk.run_file("dry")), str(desk.site(cluster=JOBS))]
@@ -98,7 +98,14 @@ def test_a_dry_run_prints_the_plan_and_asks_no_slurm(
     with monkeypatch.context() as without_slurm:
         without_slurm.setenv("PATH", "/nowhere")
         assert main(["submit", *words, "--dry-run"]) == 0
-    assert capsys.readouterr().out == plan
+    unchecked, _, rest = capsys.readouterr().out.partition("\n")
+    assert unchecked.startswith("not checked what the cluster would refuse: scontrol: no such command here")
+    assert rest == plan
+    assert main(["submit", *words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith(plan)
+    assert main(["submit", words[0], str(desk.site(generation={"partition": "gne"})), "--dry-run"]) == EXIT_CONFIG
+    assert "generation.partition='gne': no such partition (did you mean gen?); legal: " in capsys.readouterr().err
+    assert desk.queued() == []
     assert not desk.lab.layout("dry").root.exists()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.private_slurm.cluster import DevCluster
+from tests.ring.run_kit import make_lab
 from tests.slurm.cluster_kit import directory_of, job_state, wait_state
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,8 @@ def test_under_sbatch_and_bash_a_dry_run_prints_plan_and_scripts(
 ) -> None:
     site, log = _site(tmp_path, placement), tmp_path / "log"
     wrapper, words = str(WRAPPERS / f"{placement}.sbatch"), (str(RUN_FILE), "--dry-run", *_overrides(tmp_path))
+    lab = make_lab(tmp_path / "lab")
+    words = (*words, f"model.path={lab.model}", f"data.path={lab.dataset}", "model.dtype=float32")
     environment = {**slurm.environment(), **_variables(site)}
     options = ("--parsable", "--partition=cpu", f"--chdir={tmp_path}", f"--output={log}")
     sbatch = [slurm.installation.program("sbatch"), *options, wrapper, *words]

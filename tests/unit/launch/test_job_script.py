@@ -26,6 +26,7 @@ from tests.patience import PATIENCE_S
 from tests.ring.run_kit import quick_settings, to_toml
 from tests.unit.launch.runs_kit import TextRun
 from tests.unit.launch.site_kit import GOLDEN, PAIRS, ROOT, component_of, config_of, plan_of, site_of
+from tests.unit.launch.test_slurm_queue import scontrol
 
 # ----------------------- Scripts are what they were when somebody last read them, and bash does with them what they say
 
@@ -270,7 +271,7 @@ def test_what_the_prologue_names_in_the_shared_directory_and_is_not_there_is_ref
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize("command", [["check"], ["plan"], ["submit", "--dry-run"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["check"], ["plan"]], ids=" ".join)
 def test_commands_that_only_look_tell_it(lab, tmp_path, capsys, command):
     run_file, site_file = tmp_path / "run.toml", tmp_path / "site.toml"
     settings = quick_settings(lab, "looked-at")
@@ -356,11 +357,14 @@ def test_what_makes_no_sweep_is_refused(run_file):
             sweep_of(run_file, (), seeds, sweeps)
 
 
-def test_a_dry_run_lists_all_runs_and_asks_slurm_nothing(run_file, site_file, lab, capsys, monkeypatch):
+def test_a_dry_run_lists_all_runs_and_says_what_it_cannot_check_without_slurm(
+    run_file, site_file, lab, capsys, monkeypatch
+):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["submit", str(run_file), str(site_file), "--seeds", "7,8,9", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert said.count("\n") == 3
+    assert said.count("not checked what the cluster would refuse: scontrol: no such command here") == 1
+    assert said.count("\nrun ") + said.startswith("run ") == 3
     assert f"{lab.layout('base-seed-8').root}: run.seed=8\n" in said
     assert not lab.layout("base-seed-7").root.exists()
     for typed, message in (
@@ -370,6 +374,65 @@ def test_a_dry_run_lists_all_runs_and_asks_slurm_nothing(run_file, site_file, la
     ):
         assert main(["submit", str(run_file), str(site_file), *typed.split()]) == EXIT_CONFIG
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--seeds", "7,8"]], ids=["one", "several"])
+@pytest.mark.parametrize(
+    ("override", "section", "line"),
+    [("", {"generation": 'partition = "nope"'},
+      "generation.partition='nope': no such partition; legal: cpu, gpu, lab, old"),
+     ("", {"trainer": 'time = "3-00:00:00"\npartition = "gpu"', "cluster": 'placement = "jobs"'},
+      "trainer.time='3-00:00:00': partition 'gpu' allows 2-00:00:00; legal: at most '2-00:00:00'"),
+     ("", {"prologue": 'venv = "{shared}/no"'}, "prologue.venv='{shared}/no/bin/activate': the environment is not "
+      "here; legal: a path that nodes see too"),
+     ("model.path=nomodel", {}, "nomodel")],
+    ids=["partition", "time", "venv", "model"],
+)  # fmt: skip
+def test_a_dry_run_refuses_what_a_submission_refuses(
+    run_file, site_file, lab, commands, capsys, override, section, line, more
+):
+    commands.put("scontrol", scontrol(()))
+    commands.put("sacctmgr", "exit 1")
+    commands.put("sbatch", "grep -q partition=nope $2 && { echo 'invalid partition specified: nope' >&2; exit 1; }; :")
+    text = site_file.read_text() + "".join(
+        f"[{name}]\n{keys}\n" for name, keys in section.items() if name == "prologue"
+    )
+    for name, keys in section.items():
+        text = text.replace(f"[{name}]\n", f"[{name}]\n{keys}\n") if name != "prologue" else text
+    site_file.write_text(text.replace("{shared}", str(lab.root)))
+    words = [str(run_file), str(site_file), *more, *filter(None, [override])]
+    for dry in ([], ["--dry-run"]):
+        assert main(["submit", *words, *dry]) == EXIT_CONFIG
+        said = capsys.readouterr()
+        assert line.replace("{shared}", str(lab.root)) in said.err
+        assert "#SBATCH" not in said.out
+    assert [call for call in commands.calls("sbatch") if "--test-only" not in call] == []
+
+
+def test_a_dry_run_refuses_a_directory_that_is_taken_and_tells_warnings_before_the_plan(
+    run_file, site_file, lab, commands, capsys
+):
+    commands.put("scontrol", scontrol(()))
+    commands.put("sacctmgr", "exit 1")
+    commands.put("sbatch", ":")
+    site_file.write_text(f'{site_file.read_text()}qos = "long"\n[controller]\npartition = "gpu"\n')
+    words = ["submit", str(run_file), str(site_file), "--dry-run"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert out.index("warning     generation.qos='long': not checked") < out.index("run         base in")
+    assert "#SBATCH --qos=long" in out
+    assert [call for call in commands.calls("sbatch") if "--test-only" not in call] == []
+    taken = lab.layout("taken").root
+    taken.mkdir(parents=True)
+    (taken / "file").touch()
+    assert main([*words, f"run.directory={taken}"]) == EXIT_CONFIG
+    assert "exists and is not a run directory" in capsys.readouterr().err
+    assert main([*words, f"run.directory={taken.with_name('t')}", "--seeds", "3"]) == 0
+    (taken.with_name("t-seed-2")).mkdir()
+    (taken.with_name("t-seed-2") / "file").touch()
+    capsys.readouterr()
+    assert main([*words, f"run.directory={taken.with_name('t')}", "--seeds", "3"]) == EXIT_CONFIG
+    assert "1 run of 3 would not be submitted:\nbase-seed-2: " in capsys.readouterr().err
 
 
 def regenerate() -> None:

@@ -391,7 +391,8 @@ def test_generators_are_added_to_submitted_runs_that_are_not_complete(config, la
         scale_run(layout, "+1", Addition(), dry_run=True, tell=nothing)
 
 
-def test_a_dry_run_of_an_addition_prints_its_script_and_makes_nothing(config, layout, tmp_path, capsys):
+def test_a_dry_run_of_an_addition_prints_its_script_and_makes_nothing(config, layout, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
     prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     shared = {"shared_directory": str(tmp_path)}
     document = json.loads(plan_document(plan_of(f"run.directory={layout.root}", cluster=shared)))
@@ -403,6 +404,7 @@ def test_a_dry_run_of_an_addition_prints_its_script_and_makes_nothing(config, la
     words = ["scale", str(layout.root), "--generators", "+2", "--partition", "scavenge", "--time", "30", "--dry-run"]
     assert main(words) == 0
     out = capsys.readouterr().out
+    assert "not checked what the cluster would refuse: scontrol: no such command here" in out
     assert "----- generation-1.sbatch" in out
     for line in ("--partition=scavenge", "--time=0:30:00", "--array=0-1"):
         assert f"#SBATCH {line}\n" in out

@@ -247,9 +247,41 @@ def test_jobs_of_their_own_share_nodes_but_not_gpus():
     jobs = {"cluster": {"placement": "jobs"}}
     assert not said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=8", **jobs)
     assert only(said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16", **jobs)) == (
-        "warn generation.partition='gpu': trainer and generation request 40 GPUs, and there are 32: some jobs will "
-        "never start; fewer replicas or ranks"
+        "warn generation.partition='gpu': trainer and generation request 40 GPUs, and there are 32: 8 of 16 generators "
+        "cannot run together with the rest; fewer replicas or ranks"
     )
+    apart = {"generation": {"partition": "few"}, **jobs}
+    few = replace(FACTS.nodes[-1], name="f0", partitions=frozenset({"few"}))
+    facts = replace(FACTS, partitions=(*FACTS.partitions, replace(FACTS.partitions[1], name="few", qos="")),
+                    nodes=(*FACTS.nodes, few))  # fmt: skip
+    assert only(said(facts, "generation.num_replicas=24", **apart)) == (
+        "warn generation.partition='few': generation requests 24 GPUs, and there are 8: 16 of 24 generators cannot "
+        "run together with the rest; fewer replicas or ranks"
+    )
+    whole = {"generation": {"exclusive": True}, "cluster": {"placement": "jobs"}}
+    assert "1 of 4 jobs of generators cannot run together" in only(said(FACTS, "generation.num_replicas=32", **whole))
+    wide = {"trainer": {"partition": "lab"}, **jobs}
+    assert (
+        "trainer requests 40 GPUs, and there are 32: some jobs will never start"
+        in said(FACTS, "trainer.num_ranks=40", "generation.num_replicas=1", **wide)[-1]
+    )
+
+
+def test_more_gpus_than_a_node_of_the_partition_has_are_warned_of_before_a_run_fills_them():
+    line = "warn generation.gpus_per_node='16': no node of partition 'gpu' has more than 8 GPUs; legal: at most 8"
+    assert said(FACTS, generation={"gpus_per_node": 16}) == [line]
+    assert said(FACTS, generation={"gpus_per_node": 16, "gres_type": "h100"}) == [line]
+    assert not said(replace(FACTS, nodes=()), generation={"gpus_per_node": 16})
+
+
+def test_an_account_or_a_qos_is_said_to_be_unchecked_where_there_is_no_accounting():
+    bare = replace(FACTS, associations=None, qos=(), default_account="")
+    line = "warn {}: not checked: this cluster keeps no accounts, or did not tell them; Slurm may pass over it"
+    assert not said(bare)
+    assert said(bare, common={"qos": "long"}) == [line.format("controller.qos='long'")]
+    assert said(bare, trainer={"account": "lab"}, generation={"account": "other"}) == [
+        line.format("trainer.account='lab'"), line.format("generation.account='other'")
+    ]  # fmt: skip
 
 
 def test_a_heterogeneous_job_on_a_partition_that_is_preempted_is_warned_of():

@@ -13,11 +13,11 @@ import pytest
 from launch.commands import stop
 from launch.doctor import slurm_plan
 from launch.doctor.probe_jobs import last_error
-from launch.doctor.slurm_plan import check_plan, find_unfit, try_components
+from launch.doctor.slurm_plan import check_plan, find_unfit, refuse_unfit, try_components
 from launch.run_files.run_state import Cause, Outcome
 from launch.slurm import cluster_facts, queue
 from launch.slurm.cluster_facts import ask_cluster
-from launch.slurm.commands import SlurmError
+from launch.slurm.commands import SlurmError, is_away
 from launch.slurm.queue import TimeLimit, cancel, component_states, look_at_jobs, moment_unix_s
 from launch.slurm.states import (
     REASONS,
@@ -270,6 +270,7 @@ def test_an_empty_list_with_an_error_says_of_no_job_that_it_has_ended(commands):
 # -------------------------------- what Slurm answers late, hides, refuses or remarks is passed on, and no more is made
 
 TIMED_OUT = 'echo "allocation failure: Socket timed out on send/recv operation" >&2; exit 1'
+NO_SUCH_NODE = "Requested node configuration is not available"
 DENIED = 'echo "slurm_load_{}s error: Access/permission denied" >&2; exit 1'
 
 
@@ -304,6 +305,21 @@ def test_an_end_that_slurm_did_not_say_at_first_is_asked_for_until_it_is_known(c
     assert 110 < limit.left_s() <= 120, "what was known holds where Slurm is silent"
     monkeypatch.setattr(queue.time, "time", lambda: 0.0)
     assert 110 < limit.left_s() <= 120, "a clock that is set while a job runs changes nothing"
+
+
+NOT_CONFIGURED = """\
+squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+squeue: error: fetch_config: DNS SRV lookup failed
+squeue: error: _establish_config_source: failed to fetch config
+squeue: fatal: Could not establish a configuration source"""
+
+
+def test_commands_of_a_slurm_without_a_cluster_say_so_in_a_few_words(commands):
+    commands.put("squeue", f"cat >&2 <<'END'\n{NOT_CONFIGURED}\nEND\nexit 1")
+    trouble = look_at_jobs([7]).trouble
+    assert "squeue: no cluster here: Slurm is installed, and not configured" in trouble
+    assert "resolve_ctls" not in trouble
+    assert is_away(SlurmError(trouble)), "the name server of a cluster may be away for a moment"
 
 
 # ------------------------------------------------------------------------------------------------- doctor and submit
@@ -372,6 +388,68 @@ def test_what_sbatch_refuses_is_a_refusal_unless_nodes_that_are_away_may_be_why(
     assert wrong.text == f"sbatch refuses it: allocation failure: {said}"
     if verdict == "fail":
         assert "it was asked for --partition=gpu --time=1:00:00 --nodes=1" in wrong.remedy
+
+
+@pytest.mark.parametrize(
+    ("said", "overrides", "section", "line"),
+    [("invalid partition specified: gpuu", (), {"partition": "gpuu"},
+      "trainer.partition='gpuu': no such partition (did you mean gpu?); legal: cpu, gpu, lab, old"),
+     ("invalid partition specified: gpu,nope", (), {"partition": "gpu,nope"},
+      "trainer.partition='gpu,nope': no partition 'nope'; legal: cpu, gpu, lab, old"),
+     ("Batch job submission failed: Invalid account or account/partition combination specified", (),
+      {"account": "nobody"}, "trainer.account='nobody': no account of yours; legal: lab, guests"),
+     ("Invalid qos specification", (), {"qos": "short"},
+      "trainer.qos='short': no QOS, or none that your account may use; legal: normal, long"),
+     ("Requested reservation is invalid", (), {"reservation": "course"},
+      "trainer.reservation='course': sbatch refuses it: requested reservation is invalid; legal: one of `scontrol "
+      "show reservation` that is for you, and lasts long enough"),
+     ("Invalid feature specification", (), {"constraint": "a100"},
+      "trainer.constraint='a100': no such features in partition 'gpu'; legal: h100, ib"),
+     (NO_SUCH_NODE, (), {"gres_type": "a100"},
+      "trainer.gres_type='a100': nodes of partition 'gpu' have no such GPUs; legal: h100"),
+     (NO_SUCH_NODE, (), {"partition": "cpu"},
+      "trainer.gpus_per_node='2 GPUs': nodes of partition 'cpu' have none; legal: another partition"),
+     (NO_SUCH_NODE, ("trainer.num_ranks=16",), {"gpus_per_node": 16},
+      "trainer.gpus_per_node='16 GPUs': nodes of partition 'gpu' have 8 at most; legal: at most 8, or another "
+      "partition"),
+     (NO_SUCH_NODE, (), {"cpus_per_gpu": 64},
+      "trainer.cpus_per_gpu='64': 2 tasks need 128 cores of one node, and nodes of partition 'gpu' have 96 at most; "
+      "legal: at most 48"),
+     ("CPU count per node can not be satisfied", ("trainer.num_ranks=32",), {"gpus_per_node": None},
+      "trainer.cpus_per_gpu='4': 32 tasks need 128 cores of one node, and nodes of partition 'gpu' have 96 at most; "
+      "without trainer.gpus_per_node all 32 tasks are on one node, without GPUs; legal: at most 3"),
+     ("Memory specification can not be satisfied", (), {"memory_gib_per_gpu": 500},
+      "trainer.memory_gib_per_gpu='500': 2 tasks need 1000 GiB of memory of one node, and nodes of partition 'gpu' "
+      "have 976.6 at most; legal: at most 488")],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)  # fmt: skip
+def test_a_refusal_of_sbatch_is_told_by_key_value_and_what_is_legal(commands, said, overrides, section, line):
+    commands.put("sbatch", f"case $2 in *trainer*) echo 'allocation failure: {said}' >&2; exit 1;; esac; exit 0")
+    findings = find_unfit(plan_of("generation.num_replicas=1", *overrides, trainer=section), FACTS)
+    assert [finding.line for finding in findings if finding.verdict == "fail"] == [
+        line.replace("sbatch refuses it: ", "sbatch refuses it: allocation failure: ")
+    ]
+
+
+def test_a_partition_that_is_missing_is_told_where_the_cluster_has_no_default(commands):
+    commands.put("sbatch", "echo 'No partition specified or system default partition' >&2; exit 1")
+    facts = replace(FACTS, partitions=tuple(replace(each, is_default=False) for each in FACTS.partitions))
+    lines = [finding.line for finding in find_unfit(plan_of(), facts) if finding.component == "controller"]
+    assert lines == [
+        "controller.partition='(default)': this cluster has no default partition; legal: cpu, gpu, lab, old"
+    ]
+
+
+def test_a_submission_tells_the_warnings_of_the_cluster(commands, tmp_path):
+    commands.put("scontrol", scontrol(()))
+    commands.put("sacctmgr", "exit 1")
+    commands.put("sbatch", "exit 0")
+    site = {"cluster": {"shared_directory": str(tmp_path)}, "common": {"qos": "long"}}
+    lines = refuse_unfit(plan_of(f"run.directory={tmp_path / 'run'}", **site))
+    told = (
+        "controller.qos='long': not checked: this cluster keeps no accounts, or did not tell them; Slurm may pass over"
+    )
+    assert f"warning     {told} it" in lines
 
 
 def test_a_probe_that_failed_is_told_in_its_own_words_and_not_in_sruns():
