@@ -40,6 +40,7 @@ from rlhpc.rewards.registry import BUILT_IN, JUDGE_EVERYTHING, asks_for_record, 
 # Input: DatasetSummary, tokenizer.  Output: lines.
 
 _MOST_LINES = 12
+_FIRST_WORDS = ("The", "the", "7")  # with which an answer may begin
 _MOST_PROMPTS = 0.9  # of a dataset: what is so of them is meant for all
 MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
@@ -96,7 +97,7 @@ def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> Ite
 
 
 def prompt_warnings(config: Config, tokenizer: PromptTokenizer, found: Sequence[DatasetSummary]) -> Iterator[str]:
-    """Warn of today's date in prompts, of thinking that is judged, of prompts that end an answer or name no tools.
+    """Warn of today's date in prompts, of thinking that is judged, of prompts that end wrongly or name no tools.
 
     found: of each dataset.
     """
@@ -117,6 +118,12 @@ def prompt_warnings(config: Config, tokenizer: PromptTokenizer, found: Sequence[
                 f"the prompt of {summary.example_source} ends with {_last_token(tokenizer, summary)!r}, which ends a "
                 "completion: the chat template may lack what begins an answer (add_generation_prompt)"
             )
+        if not data.may_be_chat and _ends_in_a_blank_that_moves(summary.example, tokenizer):
+            yield (
+                f"the prompt of {summary.example_source} ends in a blank (data.prompt_template="
+                f"{data.prompt_template!r}), and the tokenizer writes a blank and the word behind it as one token: the "
+                "model begins in the middle of it; usual: no blank at the end"
+            )
         untold = [name for name in config.environment.tools if name not in summary.example]
         if data.environment == "tools" and untold:
             yield (
@@ -130,6 +137,14 @@ def prompt_warnings(config: Config, tokenizer: PromptTokenizer, found: Sequence[
             f"admission.groups_per_step={groups}, and the datasets have {counted(number, 'record')}: a step takes the "
             "same prompt several times"
         )
+
+
+def _ends_in_a_blank_that_moves(text: str, tokenizer: PromptTokenizer) -> bool:
+    """Whether the tokens of a text are others where an answer follows its last blank."""
+    if not text.endswith((" ", "\t")):
+        return False
+    alone = list(tokenizer.encode_rendered(text))
+    return any(list(tokenizer.encode_rendered(text + word))[: len(alone)] != alone for word in _FIRST_WORDS)
 
 
 def refuse_ended_prompts(data: DataConfig, tokenizer: PromptTokenizer, found: DatasetSummary) -> None:

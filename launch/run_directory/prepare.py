@@ -133,7 +133,10 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
 def refuse_step(config: Config, layout: RunLayout, step: int) -> None:
     """Raise RunDirectoryError if a run with these settings cannot go on from this step; 0: from the beginning."""
     if step > config.run.num_steps:
-        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}")
+        raise RunDirectoryError(
+            f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}; legal: {step} or more, "
+            "--step N of an earlier checkpoint, or --from-start"
+        )
     if step and config.has_critic and not (layout.checkpoint(step) / "critic").is_dir():
         raise RunDirectoryError(
             f"algorithm.advantage={config.algorithm.advantage!r}: the checkpoint of step {step} has no critic; "
@@ -537,7 +540,11 @@ def _renewal(config: Config, layout: RunLayout) -> _Renewal:
     may_move = MAY_MOVE if layout.inputs.exists() else ()
     fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not _is_of(text, may_move)]
     if fixed:
-        raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
+        raise RunDirectoryError(
+            f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}; legal: the old values, or a "
+            f"new run (another run.name), also from the trained model (`rlhpc export {layout.root} OUT`, "
+            "model.path=OUT)"
+        )
     return _Renewal(changed, refuse_other_inputs(config, layout))
 
 

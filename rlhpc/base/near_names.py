@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+ALIKE = 0.6  # of two names, from here on, as difflib measures it
+SHORTEST_BEGINNING = 3  # letters
 
-def nearest(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Return the nearest names, none if none is near; one with the same letters turned is nearest: "task" of "taks"."""
+
+def nearest(name: str, names: Iterable[str], most: int = 1, cutoff: float = ALIKE) -> list[str]:
+    """Return the nearest names, none if none is near; one with the same letters turned is nearest: "task" of "taks".
+
+    Where none is alike, one that begins so may be meant: "integer_arithmetic" by "integer".
+    """
     known = [*names]
     turned = [each for each in known if sorted(each) == sorted(name)]
-    return turned[:most] or get_close_matches(name, known, most, cutoff)
+    longer = [each for each in known if len(name) >= SHORTEST_BEGINNING and each.startswith(name)]
+    return turned[:most] or get_close_matches(name, known, most, cutoff) or (longer[:most] if cutoff <= ALIKE else [])
 
 
-def near_hint(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
+def near_hint(name: str, names: Iterable[str], most: int = 1, cutoff: float = ALIKE) -> str:
     """Return " (did you mean x?)", to be put behind a message; "" if no name is near."""
     meant = nearest(name, names, most, cutoff)
     return f" (did you mean {' or '.join(meant)}?)" if meant else ""

@@ -60,18 +60,50 @@ def is_import_path(text: str) -> bool:
     return _IMPORT_PATH.fullmatch(text) is not None
 
 
-def did_you_mean(text: str, names: Collection[str]) -> str:
-    """Return a hint on what a text means that is neither one of the names nor an import path; "" if nothing is near."""
+def did_you_mean(text: str, names: Collection[str], *, is_class: bool = False) -> str:
+    """Return a hint on what a text means that is neither one of the names nor an import path; "" if nothing is near.
+
+    is_class: a class is wanted, no function.
+    """
     if nearest(text, names, cutoff=0.85):
         return near_hint(text, names, cutoff=0.85)
     file, colon, name = text.partition(":")
     directory, _, module = file.removesuffix(".py").rpartition("/")
     if colon and is_import_path(f"{module}:{name}") and file != module:
         return f" (did you mean {module}:{name}, with PYTHONPATH={directory or '.'}?)"
+    if not colon and (listed := _own_names(text, is_class=is_class)):
+        return listed
     dotted = ":".join(text.rsplit(".", 1))
     if not colon and is_import_path(dotted):  # as Python writes it
         return f" (did you mean {dotted}?)"
     return near_hint(text, names)
+
+
+def _own_names(text: str, *, is_class: bool) -> str:
+    """Return a hint that lists what a module of the user's own has, where a text names one, or its file; else ""."""
+    module = text.removesuffix(".py")
+    package, *inner = module.split(".")
+    if not is_import_path(f"{module}:name") or package in sys.stdlib_module_names or package == "__main__":
+        return ""
+    spec, here = importlib.util.find_spec(package), Path(package, *inner).with_suffix(".py")
+    source = _source_file(spec, inner) if spec is not None else here if here.is_file() else None
+    try:
+        public = _public(ast.parse(source.read_bytes()), is_class=is_class) if source is not None else []
+    except SyntaxError:
+        return ""
+    wanted = f"{module}:{'CLASS' if is_class else 'FUNCTION'}"
+    return f" (did you mean {wanted}? its {_listed(public, is_class=is_class)})" if public else ""
+
+
+def _public(module_text: ast.Module, *, is_class: bool) -> list[str]:
+    """Names of the functions, or classes, that a module defines for others."""
+    kind = (ast.ClassDef,) if is_class else _FUNCTIONS
+    return [node.name for node in module_text.body if isinstance(node, kind) and not node.name.startswith("_")]
+
+
+def _listed(public: Sequence[str], *, is_class: bool) -> str:
+    more = f" and {len(public) - MOST_NAMES} more" if len(public) > MOST_NAMES else ""
+    return f"{'classes' if is_class else 'functions'}: {', '.join(public[:MOST_NAMES]) or 'none'}{more}"
 
 
 def look_up(key: str, path: str, said: str | None = None, *, is_class: bool = False) -> None:
@@ -105,11 +137,9 @@ def look_up(key: str, path: str, said: str | None = None, *, is_class: bool = Fa
     except SyntaxError as error:
         raise ConfigError(f"{value}: {source}:{error.lineno}: {error.msg}") from error
     if not _may_bind(module_text, name):
-        kind = (ast.ClassDef,) if is_class else _FUNCTIONS
-        public = [node.name for node in module_text.body if isinstance(node, kind) and not node.name.startswith("_")]
-        more = f" and {len(public) - MOST_NAMES} more" if len(public) > MOST_NAMES else ""
-        listed = f"its {'classes' if is_class else 'functions'}: {', '.join(public[:MOST_NAMES]) or 'none'}{more}"
-        raise ConfigError(f"{value}: {source} has no {name!r}; {listed}{near_hint(name, public)}")
+        public = _public(module_text, is_class=is_class)
+        listed = _listed(public, is_class=is_class)
+        raise ConfigError(f"{value}: {source} has no {name!r}; its {listed}{near_hint(name, public)}")
 
 
 def parameters(path: str) -> tuple[str, ...]:

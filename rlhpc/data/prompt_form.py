@@ -343,10 +343,8 @@ class PromptForm:
         wrong = [place for place, length in enumerate(lengths) if not 0 < length <= self._max_prompt_tokens]
         if not wrong:
             return
-        share = f"{len(wrong):,} of {len(lengths):,} prompts, the longest {max(lengths):,} tokens"
-        raise DataError(
-            self._length_fault(lengths[wrong[0]], records[wrong[0]]) + (f" ({share})" if len(wrong) > 1 else "")
-        )
+        share = f" ({len(wrong):,} of {len(lengths):,} prompts, the longest {max(lengths):,} tokens)"
+        raise DataError(self._length_fault(lengths[wrong[0]], records[wrong[0]], share if len(wrong) > 1 else ""))
 
     def text(self, record: Record) -> tuple[str, bool]:
         """The text that is tokenised, and whether a chat template made it, which spells special tokens itself."""
@@ -472,11 +470,11 @@ class PromptForm:
         if self._dialogue is None and not any(text.strip() for text in texts):
             raise DataError(f"{record.source}: {where} is empty, and nothing else asks for an answer")
 
-    def _length_fault(self, length: int, record: Record) -> str:
-        return (
-            f"{record.source}: the prompt has {length} tokens; legal: 1 to "
-            f"{'data' if self._data.max_prompt_tokens else 'generation'}.max_prompt_tokens={self._max_prompt_tokens}"
-        )
+    def _length_fault(self, length: int, record: Record, share: str = "") -> str:
+        limit, table = self._max_prompt_tokens, "data" if self._data.max_prompt_tokens else "generation"
+        remedy = f"; `rlhpc data convert … --max-tokens {limit}` leaves longer ones out" if length else ""
+        legal = f"legal: 1 to {table}.max_prompt_tokens={limit}"
+        return f"{record.source}: the prompt has {length} tokens; {legal}{share}{remedy}"
 
 
 def task_of(record: Record, data: DataConfig) -> str:

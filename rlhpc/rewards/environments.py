@@ -68,7 +68,7 @@ def _import_path(name: str) -> str:
     if not is_import_path(path):
         raise ConfigError(
             f"{KEY}={name!r} is not an environment; legal: agent, {', '.join(sorted(BUILT_IN))}, package.module:Class"
-            f"{did_you_mean(name, BUILT_IN)}"
+            f"{did_you_mean(name, BUILT_IN, is_class=True)}"
         )
     return path
 

@@ -232,9 +232,13 @@ def test_references_that_no_completion_can_hold_are_counted(make) -> None:
 
 def test_how_many_prompts_are_too_long_is_said_with_the_first(make) -> None:
     records = [{"question": "x" * length, "answer": "1"} for length in (3, 38, 5, 90, 37)]
-    with pytest.raises(DataError, match=r":2: the prompt has 41 tokens; .* \(2 of 5 prompts, the longest 93 tokens\)$"):
+    with pytest.raises(
+        DataError, match=r":2: the prompt has 41 tokens; .* \(2 of 5 prompts, the longest 93 tokens\); `rlhpc"
+    ):
         validate_datasets(make(records))
-    with pytest.raises(DataError, match=r":4: the prompt has 93 tokens; legal: 1 to .*=41$"):
+    with pytest.raises(
+        DataError, match=r":4: the prompt has 93 tokens; legal: 1 to .*=41; `rlhpc data convert … --max-tokens 41`"
+    ):
         validate_datasets(make(records, limit=41))
 
 

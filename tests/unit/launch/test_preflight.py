@@ -14,6 +14,8 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from launch.checks.bias import unusual
@@ -160,6 +162,22 @@ def test_fewer_records_than_a_step_takes_are_a_warning(tmp_path):
     (line,) = prompt_warnings(CONFIG, tokenizer, [replace(found("Q"), num_records=1)])
     assert "admission.groups_per_step=2, and the datasets have 1 record" in line
     assert [*prompt_warnings(CONFIG, tokenizer, [found("Q")])] == []
+
+
+def test_a_prompt_that_ends_in_a_blank_which_moves_into_the_answer_is_a_warning(tmp_path):
+    def tokenizer(name: str, merges: list[tuple[str, str]]) -> PromptTokenizer:
+        letters = {letter: number for number, letter in enumerate("Answer: 7Th")}
+        merged = {"".join(pair): len(letters) + number for number, pair in enumerate(merges)}
+        (directory := tmp_path / name).mkdir()
+        Tokenizer(BPE(letters | merged, merges)).save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer_config.json").write_text("{}")
+        return PromptTokenizer(directory)
+
+    config, merging = build.config(data={"prompt_template": "{prompt}\nAnswer: "}), tokenizer("words", [(" ", "T")])
+    (line,) = prompt_warnings(config, merging, [found("Answer: ")])
+    assert "ends in a blank (data.prompt_template='{prompt}\\nAnswer: ')" in line
+    assert [*prompt_warnings(config, merging, [found("Answer:")])] == []
+    assert [*prompt_warnings(config, tokenizer("letters", []), [found("Answer: ")])] == []
 
 
 def test_tools_that_no_prompt_names_are_a_warning(tmp_path):

@@ -147,7 +147,9 @@ def test_a_run_that_has_begun_wants_a_word(config, layout):
     begin_attempt(layout, job_id=1, restart=0)
     with pytest.raises(RunDirectoryError, match="exists already; use --resume"):
         prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
-    with pytest.raises(RunDirectoryError, match=r"cannot change on resume: run\.seed"):
+    with pytest.raises(
+        RunDirectoryError, match=r"cannot change on resume: run\.seed.*legal: the old values, or a new run"
+    ):
         prepare_run_dir_for_jobs(override(config, ["run.seed=7"]), layout, resume=True, fresh=False)
     changed = prepare_run_dir_for_jobs(override(config, ["run.num_steps=999"]), layout, resume=True, fresh=False)
     assert changed == (f"run.num_steps: {config.run.num_steps} → 999",)
@@ -213,7 +215,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused_before_anything_is_written
     begin_attempt(layout, job_id=1, restart=0)
     complete(begin(layout.checkpoint(40)), layout.checkpoint(40), {})
     before = layout.config.read_bytes()
-    with pytest.raises(RunDirectoryError, match="is already at step 40"):
+    with pytest.raises(RunDirectoryError, match="is already at step 40; legal: 40 or more, --step N"):
         prepare_run_dir_for_jobs(override(config, ["run.num_steps=30"]), layout, resume=True, fresh=False)
     assert layout.config.read_bytes() == before
 

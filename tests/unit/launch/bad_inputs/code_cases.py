@@ -29,6 +29,10 @@ REWARDS = (
     case("a function of a notebook", key("data.task", "__main__:judge"), "data.task='__main__:judge'", "a notebook or a program", "'mine:judge'"),
     case("a function as Python writes it", key("data.task", "mine.judge"), "data.task='mine.judge'", "did you mean mine:judge?"),
     case("a file in a directory", key("data.task", "mods/mine.py:judge"), "data.task='mods/mine.py:judge'", "did you mean mine:judge, with PYTHONPATH=mods?"),
+    case("the beginning of a task", key("data.task", "integer"), "data.task='integer'", "did you mean integer_arithmetic?"),
+    case("a module without its function", module("def judge(a, b): return 1.0\ndef score(a, b): return 1.0\n", data={"task": "mine"}), "data.task='mine'", "did you mean mine:FUNCTION? its functions: judge, score)"),
+    case("a file without its function", module("def judge(a, b): return 1.0\n", data={"task": "mine.py"}), "data.task='mine.py'", "did you mean mine:FUNCTION? its functions: judge)"),
+    case("a module without its loss", module("def loss(current, row): return 1.0\n", algorithm={"loss": "mine"}), "algorithm.loss='mine'", "did you mean mine:FUNCTION? its functions: loss)"),
     case("a loss as Python writes it", key("algorithm.loss", "mine.loss"), "algorithm.loss='mine.loss'", "did you mean mine:loss?"),
     case("a function whose name is mistyped", module("def judge(a, b): return 1.0\n", data={"task": "mine:jugde"}), "data.task='mine:jugde'", "did you mean judge?"),
     case("a file's path", key("data.task", "./mine:judge"), "data.task='./mine:judge'", "legal"),
@@ -81,6 +85,7 @@ REWARDS = (
 
 ENVIRONMENTS = (
     case("an environment that is none", both(CHAT, key("data.environment", "tolls", data__use_chat_template=True)), "data.environment='tolls'", "legal: agent, gymnasium, tools, verifiers"),
+    case("a module without its environment", both(CHAT, module("class Game: pass\n", data={"environment": "mine", "use_chat_template": True})), "data.environment='mine'", "did you mean mine:CLASS? its classes: Game)"),
     case("tools without a chat template", key("data.environment", "tools", environment__tools=["calculator"]), "data.environment='tools'", "legal: use_chat_template=true"),
     case("tools without tools", both(CHAT, key("data.environment", "tools", data__use_chat_template=True)), "environment.tools"),
     case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools.0='browser'", "legal: 'calculator', 'python' or 'search'"),
