@@ -216,7 +216,7 @@ def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_
 # how fast, wants the same ones.
 
 
-FILES = ("journal_*.h5", "events_*.log", "partials_*.log")
+FILES = ("journal_*.log", "events_*.log", "partials_*.log")
 SHAPES_STEPS = (
     "algorithm.",
     "critic.",

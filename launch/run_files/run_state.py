@@ -399,7 +399,7 @@ def what_was_saved(layout: RunLayout, command: str, *, is_refused: bool = False)
         first = "once that is mended, " if is_refused else ""
         return Saved(f"{layout.root}: {steps}; {first}{command} continues it", are_steps_lost=False)
     checkpoint = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
-    if any(layout.rollouts.glob("journal_*.h5")):  # a resume trains what was recorded after the checkpoint
+    if any(layout.rollouts.glob("journal_*.log")):  # a resume trains what was recorded after the checkpoint
         after = "the step" if trained - saved == 1 else f"the {trained - saved} steps"
         text = (
             f"{layout.root}: ended at step {trained}; {checkpoint}: {command} trains {after} after "

@@ -27,8 +27,7 @@ from launch.verify.timeline import EventEvidence, column, joined, read_settled_j
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.buffer import BUFFERED_FILE
 from rlhpc.buffer.history import EventFold, Position
-from rlhpc.buffer.journal import journal_paths, read_rollout_rows
-from rlhpc.buffer.journal_layout import JournalLayout
+from rlhpc.buffer.journal import JournalContent, journal_paths, read_journal
 from rlhpc.buffer.segments import read_raw_columns, segment_paths
 from rlhpc.config.file import read_resolved
 from rlhpc.config.rules import Config
@@ -48,8 +47,8 @@ from rlhpc.training.checkpoint_directory import (
 #
 # The rollouts of the journal as columns: which have arrived, and which of them count.
 #
-# Input: rollouts/journal_*.h5.  Output: a number or two for each rollout.  The quick way reads the rows alone, 128
-# bytes each; the full way verifies every checksum and leaves damaged rows out.
+# Input: rollouts/journal_*.log.  Output: a number or two for each rollout.  The quick way looks at no tokens; the full
+# way verifies every checksum, and leaves damaged rollouts out.
 
 
 MEMBERS = 1 << 20  # group · MEMBERS + sample is the key of a rollout
@@ -80,7 +79,6 @@ class JournalEvidence:
     paths: list[Path] = field(default_factory=list)
     rows: NDArray[Any] = field(default_factory=lambda: np.empty(0, JOURNAL_ROW))  # those that count, in order
     unreadable: list[str] = field(default_factory=list)
-    num_damaged: int = 0
 
     @property
     def keys(self) -> NDArray[np.int64]:
@@ -104,16 +102,16 @@ def read_journal_evidence(rollouts: Path, events: EventEvidence, *, is_quick: bo
     found, parts = JournalEvidence(), []
     for path in journal_paths(rollouts) if rollouts.is_dir() else []:
         try:
-            layout, rows, num_damaged = _quick_rows(path) if is_quick else _verified_rows(path)
+            content = read_journal(path, is_mapped=True, is_verified=False) if is_quick else read_settled_journal(path)
         except JournalError as error:
             if path.exists():  # else a checkpoint has made it superfluous meanwhile
                 found.unreadable.append(str(error))
             continue
-        rows["attempt"], rows["file"] = layout.attempt, len(found.paths)
-        rows["row"] = rows["sequence"] - layout.first_sequence
+        rows = rollout_rows(content, is_quick=is_quick)
+        rows["attempt"], rows["file"] = content.attempt, len(found.paths)
+        rows["row"] = rows["sequence"] - content.first_sequence
         found.paths.append(path)
-        found.num_damaged += num_damaged
-        parts.append(rows[rows["sequence"] > 0])
+        parts.append(rows)
     found.rows = _that_count(joined(parts, JOURNAL_ROW), events.fold)
     return found
 
@@ -127,31 +125,21 @@ def _that_count(rows: NDArray[Any], fold: EventFold) -> NDArray[Any]:
     return rows[counts]
 
 
-def _quick_rows(path: Path) -> tuple[JournalLayout, NDArray[Any], int]:
-    layout, stored = read_rollout_rows(path)
-    rows = np.zeros(len(stored), JOURNAL_ROW)
-    rows["sequence"], rows["group"], rows["prompt"] = stored["sequence"], stored["group_id"], stored["prompt_id"]
-    rows["sample"], rows["admitted_version"] = stored["sample_index"], stored["admitted_version"]
-    rows["num_tokens"], rows["reward"] = stored["num_tokens"], stored["reward"]
-    rows["is_error"] = stored["verdict"] == Verdict.VERIFIER_ERROR.encode()
+def rollout_rows(content: JournalContent, *, is_quick: bool) -> NDArray[Any]:
+    """The rollouts of a file as JOURNAL_ROW, without file and row.  is_quick: not looking at their versions."""
+    rows = np.zeros(len(content.records), JOURNAL_ROW)
     rows["oldest"] = rows["newest"] = -1
     rows["is_sorted"] = True
-    return layout, rows, 0
-
-
-def _verified_rows(path: Path) -> tuple[JournalLayout, NDArray[Any], int]:
-    content = read_settled_journal(path)
-    rows = np.zeros(len(content.records), JOURNAL_ROW)
     for row, record in zip(rows, content.records, strict=True):
         rollout, versions = record.scored.rollout, record.scored.rollout.versions
-        has_tokens = len(versions) > 0
         row["sequence"], row["group"], row["sample"] = record.sequence, rollout.group_id, rollout.sample_index
         row["prompt"], row["admitted_version"] = rollout.prompt_id, record.admitted_version
         row["num_tokens"], row["reward"] = len(versions), record.scored.reward
         row["is_error"] = record.scored.verdict is Verdict.VERIFIER_ERROR
-        row["oldest"], row["newest"] = (versions.min(), versions.max()) if has_tokens else (-1, -1)
-        row["is_sorted"] = bool((np.diff(versions) >= 0).all())
-    return content.layout, rows, len(content.damaged_rows)
+        if len(versions) and not is_quick:
+            row["oldest"], row["newest"] = versions.min(), versions.max()
+            row["is_sorted"] = bool((np.diff(versions) >= 0).all())
+    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.common.text import counted
-from launch.verify.evidence import Evidence, added, fate_at, keys_of, offence_at, segment_name
+from launch.verify.evidence import Evidence, added, fate_at, keys_of, offence_at, rollout_rows, segment_name
 from launch.verify.report import Check, Offence
 from launch.verify.timeline import joined
-from rlhpc.buffer.journal import read_rollout_rows
+from rlhpc.buffer.journal import read_journal
 from rlhpc.buffer.segments import read_raw_columns
 from rlhpc.protocol.errors import JournalError, SegmentError
 
@@ -48,7 +48,7 @@ class LostRollouts:
 
     def __init__(self, rollouts: Path) -> None:
         parts = [*map(_of_segment, rollouts.glob("lost_attempt_*/segment_*.h5"))]
-        parts += map(_of_journal, rollouts.glob("lost_attempt_*/journal_*.h5"))
+        parts += map(_of_journal, rollouts.glob("lost_attempt_*/journal_*.log"))
         self.rows = np.unique(joined(parts, LOST))
 
     def found(self, keys: NDArray[Any], lengths: NDArray[Any], rewards: NDArray[Any]) -> None:
@@ -133,11 +133,10 @@ def _of_segment(path: Path) -> NDArray[Any]:
 
 def _of_journal(path: Path) -> NDArray[Any]:
     try:
-        _, rows = read_rollout_rows(path)
+        rows = rollout_rows(read_journal(path, is_mapped=True, is_verified=False), is_quick=True)
     except JournalError:
         return np.empty(0, LOST)
-    rows = rows[rows["sequence"] > 0]
-    return _rows(keys_of(rows["group_id"], rows["sample_index"]), rows["num_tokens"], rows["reward"])
+    return _rows(keys_of(rows["group"], rows["sample"]), rows["num_tokens"], rows["reward"])
 
 
 # ---------------------------------------------------------------------------------------------------------------- steps

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.common.text import counted, numbered, quoted
-from launch.verify.report import FileVerdict, Offence, ReadProgress, Row, from_to, listed
+from launch.verify.report import FileVerdict, Offence, ReadProgress, Row, from_to
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.history import (
     EVENTS,
@@ -27,7 +27,6 @@ from rlhpc.buffer.history import (
     Began,
     Dropped,
     Event,
-    EventFile,
     EventFold,
     Taken,
     Trained,
@@ -253,7 +252,7 @@ class EventEvidence:
 #
 # The journal and the events of a run: every row and event by its checksum, no number missing, no step that cannot be.
 #
-#     rollouts/journal_NNNNNN.h5, rollouts/events_NNNNNN.log ─▶ rows of `rlhpc check RUN_DIR`
+#     rollouts/journal_NNNNNN.log, rollouts/events_NNNNNN.log ─▶ rows of `rlhpc check RUN_DIR`
 #
 # Also the work that a resume would repeat: the steps after the checkpoint that it starts from. Guarantees: a run that
 # is going on, or was killed, is sound: the end of a file may be half written, and the oldest files are deleted once
@@ -273,7 +272,7 @@ def journal_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
         progress(f"{path.name} ({number} of {len(paths)})")
         try:
             content = read_settled_journal(path)
-            rows = [*_journal_damage(content), *_not_in_sequence(before, content)]
+            rows = [*_damage("journal", content.log), *_not_in_sequence(before, content)]
         except (JournalError, OSError) as error:
             if not path.exists():  # deleted meanwhile, and all before it
                 before = None
@@ -303,7 +302,7 @@ def event_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
             rows = [Row("events", path.name, FileVerdict.DAMAGED, str(error))]
         else:
             num_events += len(file.events)
-            rows = [*_event_damage(file)]
+            rows = [*_damage("events", file.log)]
         is_sound &= all(row.verdict is not FileVerdict.DAMAGED for row in rows)
         yield from rows
     rows = [*_contradictions(layout)]
@@ -361,6 +360,14 @@ def _known_to(layout: RunLayout, step: int | None) -> int:
     return fold_events(layout.rollouts).num_void if layout.rollouts.is_dir() else 0
 
 
+def _damage(part: str, content: LogContent) -> Iterator[Row]:
+    path, where = content.path, damage_in_words(content.damage)
+    if content.is_torn:
+        yield Row(part, path.name, FileVerdict.NOTE, f"{where} {_HALF_WRITTEN}")
+    elif content.damage:
+        yield Row(part, path.name, FileVerdict.DAMAGED, f"{path}: {where} are damaged: the checksums differ")
+
+
 def _found(paths_in: Callable[[Path], list[Path]], layout: RunLayout) -> list[Path]:
     return paths_in(layout.rollouts) if layout.rollouts.is_dir() else []
 
@@ -379,8 +386,8 @@ class _Numbers:
     @classmethod
     def of(cls, content: JournalContent) -> _Numbers:
         """If it has none: the number before its first."""
-        last = content.records[-1].sequence if content.records else content.layout.first_sequence - 1
-        return cls(content.path, content.layout.attempt, last)
+        last = content.records[-1].sequence if content.records else content.first_sequence - 1
+        return cls(content.log.path, content.attempt, last)
 
 
 def read_settled_journal(path: Path) -> JournalContent:
@@ -389,47 +396,23 @@ def read_settled_journal(path: Path) -> JournalContent:
     Raises JournalError, OSError.
     """
     content = read_journal(path)
-    return read_journal(path) if content.damaged_rows else content
-
-
-def _journal_damage(content: JournalContent) -> Iterator[Row]:
-    path, rows = content.path, content.damaged_rows
-    num_bytes, expected = path.stat().st_size, content.layout.file_bytes
-    if num_bytes < expected:  # files have their full size before they have their names
-        text = f"{path} is cut off: it has {num_bytes:,} of {expected:,} bytes"
-        yield Row("journal", path.name, FileVerdict.DAMAGED, text)
-    if content.is_torn:
-        yield Row("journal", path.name, FileVerdict.NOTE, f"rows {listed(rows)} of `rollouts` {_HALF_WRITTEN}")
-    elif rows:
-        text = (
-            f"{path}: rows {listed(rows)} of `rollouts`, or the data they refer to, are damaged: the checksums differ"
-        )
-        yield Row("journal", path.name, FileVerdict.DAMAGED, text)
+    return read_journal(path) if content.log.damage else content
 
 
 def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterator[Row]:
     """A later attempt goes on where it found the end; what an older one wrote after that does not count."""
     if before is None:
         return
-    first, expected = content.layout.first_sequence, before.last + 1
+    path, first, expected = content.log.path, content.first_sequence, before.last + 1
     if first > expected:
-        text = f"missing between {before.path} and {content.path.name}: {numbered('rollout', expected, first - 1)}"
+        text = f"missing between {before.path} and {path.name}: {numbered('rollout', expected, first - 1)}"
         yield Row("journal", before.path.name, FileVerdict.DAMAGED, text)
-    elif first < expected and content.layout.attempt == before.attempt:
-        text = f"{content.path}: also in {before.path.name}: {numbered('rollout', first, before.last)}"
-        yield Row("journal", content.path.name, FileVerdict.DAMAGED, text)
+    elif first < expected and content.attempt == before.attempt:
+        text = f"{path}: also in {before.path.name}: {numbered('rollout', first, before.last)}"
+        yield Row("journal", path.name, FileVerdict.DAMAGED, text)
 
 
 # -------------------------------------------------------------------------------------------------------- event files
-
-
-def _event_damage(file: EventFile) -> Iterator[Row]:
-    path, where = file.log.path, damage_in_words(file.log.damage)
-    if file.log.is_torn:
-        yield Row("events", path.name, FileVerdict.NOTE, f"{where} {_HALF_WRITTEN}")
-    elif file.log.damage:
-        text = f"{path}: {where} are damaged: the checksums differ"
-        yield Row("events", path.name, FileVerdict.DAMAGED, text)
 
 
 def _contradictions(layout: RunLayout) -> Iterator[Row]:

@@ -17,13 +17,7 @@ from rlhpc.base.files import sync_directory
 from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
-from rlhpc.buffer.journal import (
-    JournalFiles,
-    JournalRecord,
-    journal_paths,
-    read_first_sequence,
-    read_journal,
-)
+from rlhpc.buffer.journal import JournalFiles, JournalRecord, journal_paths, read_first_sequence, read_journal
 from rlhpc.buffer.log import FramedRecord, LogContent, LogEncoder, LogKind, LogWriter, damage_in_words, read_log
 from rlhpc.protocol.errors import JournalError
 from rlhpc.protocol.types import Prompt, ScoredRollout
@@ -397,9 +391,9 @@ def _rollouts(directory: Path, history: History) -> Iterator[JournalRecord]:
             history.problems.append(str(error))
             history.unread = error
             continue
-        if content.damaged_rows and not content.is_torn:
-            history.problems.append(f"{path}: rows {content.damaged_rows} are damaged")
-        last = history.last_rollout_that_counts(content.layout.attempt)
+        if content.log.damage and not content.log.is_torn:
+            history.problems.append(f"{path}: {damage_in_words(content.log.damage)} are damaged")
+        last = history.last_rollout_that_counts(content.attempt)
         for record in content.records:
             if record.sequence > history.num_void and (last is None or record.sequence <= last):
                 if record.sequence > expected:
@@ -417,7 +411,7 @@ def _rollouts(directory: Path, history: History) -> Iterator[JournalRecord]:
 #
 # The durable history of a run: rollouts as they arrive, and what becomes of their groups; one commit for both.
 #
-#     add, note ──▶ in memory ──▶ commit, by a thread ──▶ journal_NNNNNN.h5, then events_NNNNNN.log ──▶ num_durable
+#     add, note ──▶ in memory ──▶ commit, by a thread ──▶ journal_NNNNNN.log, then events_NNNNNN.log ──▶ num_durable
 #
 # Guarantees: when an event is on disk, all rollouts that were added before it are; what a commit could not write is
 # written by the next one, in the same order.

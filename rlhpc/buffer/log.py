@@ -144,7 +144,7 @@ class LogWriter:
                 number = files[-1][0] + 1 if files else 0
             head = FileHead(self._kind.name, self._run_name, self._attempt, first, self._wall_clock())
             block = b"".join([_head_block(head), *(piece for each in records for piece in each.pieces)])
-            self._descriptor = make_file(self._kind.path(self._directory, number), 0, [(0, block)], self._fence)
+            self._descriptor = make_file(self._kind.path(self._directory, number), block, self._fence)
             self.refuse_if_lost()
         self.num_bytes = len(block)
 
@@ -188,18 +188,16 @@ class LogWriter:
             raise JournalError(f"{what}: {error.strerror or error}") from error
 
 
-def make_file(path: Path, file_bytes: int, blocks: Sequence[tuple[int, bytes]], fence: Fence | None) -> int:
+def make_file(path: Path, content: bytes, fence: Fence | None) -> int:
     """Make a file that is complete and on disk before it gets its name; return a descriptor to write to it.
 
-    blocks: (offset, bytes).  Raises OSError; then there is no such file.
+    Raises OSError; then there is no such file.
     """
     staging = path.parent if fence is None else fence.staging(path.parent)
     partial = staging / f"{path.name}.partial"
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        os.ftruncate(descriptor, file_bytes)
-        for offset, block in blocks:
-            write_at(descriptor, offset, [block], len(block))
+        write_at(descriptor, 0, [content], len(content))
         os.fsync(descriptor)
         rename(partial, path)
         sync_directory(path.parent)
@@ -249,18 +247,26 @@ class LogContent:
     places: list[tuple[int, int]]  # (first byte, end) of each record
     damage: list[tuple[int, int]]  # (first byte, end) of everything that is no record
     is_torn: bool  # whether the only damage is at the end, as when its writer died while writing
-    _data: NDArray[np.uint8]
+    _data: memoryview
     _first: int  # byte of the file at which the data begin
     _codec: Codec
+    _is_verified: bool
 
     def messages(self) -> Iterator[tuple[int, Any]]:
         """(sequence number, message) of each record.  Raises JournalError: one is of another version."""
-        return (self.message(at, end) for at, end in self.places)
+        for at, end in self.places:
+            try:
+                found = self.message(at, end)
+            except JournalError:
+                if self._is_verified:
+                    raise
+                continue  # half written
+            yield found
 
     def message(self, at: int, end: int) -> tuple[int, Any]:
         """(sequence number, message) of the record at a place.  Raises JournalError: it is of another version."""
         try:
-            return self._codec.decode_whole(self._data[at + _LEAD.size - self._first : end - self._first].data)
+            return self._codec.decode_whole(self._data, at + _LEAD.size - self._first, end - self._first)
         except ProtocolError as error:
             why = f"{error.field}: {error.why}"
             raise JournalError(f"{self.path}, byte {at}: {why}; is it of another version of rlhpc?") from error
@@ -272,24 +278,29 @@ def damage_in_words(damage: Sequence[tuple[int, int]]) -> str:
     return f"bytes {', '.join(places)}{', …' * (len(damage) > len(places))}"
 
 
-def read_log(path: Path, kind: LogKind, *, start: int = 0, is_mapped: bool = False) -> LogContent:
+def read_log(
+    path: Path, kind: LogKind, *, start: int = 0, is_mapped: bool = False, is_verified: bool = True
+) -> LogContent:
     """Everything in a file that is whole, from a byte on at which a record begins.
 
     is_mapped: for callers that keep many files at once.  The verified copy is freed; arrays are views of the mapped
     file, whose pages the system reads on access and may evict.  The file may be deleted meanwhile.
+    is_verified: False: checksums are not compared, and of a mapped file only what is looked at is read.
     Raises JournalError: it is not a log of this kind, is of another version, or cannot be read.
     """
     with _opened(path) as descriptor:
         head = _read_head(path, descriptor, kind)
-        data, first = _read_from(descriptor, max(start, HEAD_BYTES)), max(start, HEAD_BYTES)
-        places, damage = _find_records(data, first)
+        first = max(start, HEAD_BYTES)
+        mapped = _mapping(descriptor) if is_mapped else None
+        data = _read_from(descriptor, first) if mapped is None or is_verified else mapped[first:]
+        places, damage = _find_records(data, first, is_verified=is_verified)
         if head is None:
             damage.insert(0, (0, HEAD_BYTES))
             head = FileHead(kind.name, "", _attempt_of(path, data, places, first))
         is_torn = len(damage) == 1 and damage[0][1] == first + len(data)
-        if is_mapped and (mapped := _mapping(descriptor)) is not None:
+        if mapped is not None:
             data, first = mapped, 0
-        return LogContent(path, head, places, damage, is_torn, data, first, Codec(kind.messages))
+        return LogContent(path, head, places, damage, is_torn, data.data, first, Codec(kind.messages), is_verified)
 
 
 def read_head(path: Path, kind: LogKind) -> FileHead:
@@ -357,7 +368,9 @@ def _read_from(descriptor: int, start: int) -> NDArray[np.uint8]:
     return data[: len(data) - len(left)]
 
 
-def _find_records(data: NDArray[np.uint8], start: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _find_records(
+    data: NDArray[np.uint8], start: int, *, is_verified: bool
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Places in the file of the records of its bytes from `start` on, and of what is between and behind them."""
     view, at, known = data.data, 0, 0  # known: the end of the last record
     places, damage = list[tuple[int, int]](), list[tuple[int, int]]()
@@ -365,7 +378,8 @@ def _find_records(data: NDArray[np.uint8], start: int) -> tuple[list[tuple[int, 
     while at + _LEAD.size <= len(view):
         mark, crc, length, _ = _LEAD.unpack_from(view, at)
         end = at + _LEAD.size + length
-        if mark == MARK and length % 8 == 0 and end <= len(view) and crc32(view[at + _CRC_END : end]) == crc:
+        is_whole = mark == MARK and length % 8 == 0 and end <= len(view)
+        if is_whole and (not is_verified or crc32(view[at + _CRC_END : end]) == crc):
             if at > known:
                 damage.append((start + known, start + at))
             places.append((start + at, start + end))

@@ -131,7 +131,7 @@ class ScoredRollout:
     reward_parts: dict[str, float] = field(default_factory=dict)  # named addends, for metrics
     detail: str = ""  # one line for people: what was extracted, or what went wrong
     token_rewards: dict[int, float] = field(default_factory=dict)  # completion token index → its part of the reward
-    failure: str = ""  # of a VERIFIER_ERROR, its kind (rewards/outcomes.py); not kept on disk
+    failure: str = ""  # of a VERIFIER_ERROR, its kind (rewards/outcomes.py); not kept in segments
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,22 +271,23 @@ class Codec:
         _PREFIX.pack_into(head, start, 0, SCHEMA, _ALL_INLINE, plan.tag, header_bytes, sequence, num_bytes)
         return pieces, num_bytes
 
-    def decode_whole(self, data: memoryview) -> tuple[int, Any]:
-        """Return (sequence number, message) of encode_whole, whose bytes are as they were.
+    def decode_whole(self, data: memoryview, start: int, end: int) -> tuple[int, Any]:
+        """Return (sequence number, message) of encode_whole, whose bytes, at a multiple of 8, are as they were.
 
+        Arrays are views of all data: a slice of it for each message would live as long as they do.
         Raises ProtocolError(peer "") and nothing else.
         """
-        _, schema, _, tag, header_bytes, sequence, _ = _PREFIX.unpack_from(data)
+        _, schema, _, tag, header_bytes, sequence, _ = _PREFIX.unpack_from(data, start)
         plan = self._by_tag.get(tag)
         if schema != SCHEMA:
             raise ProtocolError("", f"schema {schema}", f"this version reads schema {SCHEMA}")
         if plan is None:
             raise ProtocolError("", f"type {tag:#010x}", f"not one of {self._names()}")
-        end = _PREFIX.size + header_bytes
-        self._source = source = _Source(data, (), end, True, is_checked=True)
+        first = start + _PREFIX.size
+        self._source = source = _Source(data, (), first + header_bytes, True, own_end=end)
         try:
             source.skip_padding()
-            message = plan.decoder.decode(data[_PREFIX.size : end])
+            message = plan.decoder.decode(data[first : first + header_bytes])
             source.finish()
         except _MALFORMED as error:
             raise _explain("", plan, error) from error
@@ -427,10 +428,10 @@ class _Source:
     """Hands out the arrays of one message in field order."""
 
     def __init__(
-        self, head: Frame, frames: Sequence[Frame], cursor: int, all_inline: bool, *, is_checked: bool = False
+        self, head: Frame, frames: Sequence[Frame], cursor: int, all_inline: bool, *, own_end: int | None = None
     ) -> None:
-        """is_checked: the bytes are what our own encoder wrote, and are not looked at."""
-        self._is_checked = is_checked
+        """own_end: the message ends there in `head`, and our own encoder wrote it: its values are not looked at."""
+        self._is_checked, self._end = own_end is not None, len(head) if own_end is None else own_end
         self._head, self._frames, self._cursor, self._all_inline = head, frames, cursor, all_inline
         self._next_frame = 0
         self.allowance = Allowance(len(head) + sum(map(len, frames)))
@@ -448,7 +449,7 @@ class _Source:
 
     def finish(self) -> None:
         """Raise ValueError if anything was not used."""
-        if self._cursor != len(self._head) or self._next_frame != len(self._frames):
+        if self._cursor != self._end or self._next_frame != len(self._frames):
             raise ValueError("bytes are left over")
 
     def skip_padding(self) -> None:
@@ -460,8 +461,8 @@ class _Source:
     def _from_head(self, dtype: np.dtype[Any], nbytes: int) -> Array:
         start = self._cursor
         self._cursor = start + nbytes
-        if self._cursor > len(self._head):
-            raise ValueError(f"{nbytes} bytes wanted, {len(self._head) - start} left in the head")
+        if self._cursor > self._end:
+            raise ValueError(f"{nbytes} bytes wanted, {self._end - start} left in the head")
         if nbytes & 7:
             self.skip_padding()
         if nbytes == 0:  # numpy.frombuffer refuses to make an empty array

@@ -141,7 +141,7 @@ def probes(layout: RunLayout, pids: list[int]) -> dict[str, Callable[[], str]]:
         "secret keys": partial(kit.any_of, kit.content, files("secrets/*.secret")),
         "public keys": partial(kit.any_of, kit.content, files("secrets/public/*.pub")),
         "the run directory": partial(kit.content, str(layout.root)),
-        "the journal": partial(kit.any_of, kit.content, files("rollouts/journal_*.h5", "rollouts/events_*.log")),
+        "the journal": partial(kit.any_of, kit.content, files("rollouts/journal_*.log", "rollouts/events_*.log")),
         "checkpoints": partial(kit.any_of, kit.content, files("checkpoints/step_*/**/*")),
         "logs": partial(kit.any_of, kit.content, files("logs/*/*.log")),
         "settings and status": partial(kit.any_of, kit.content, files("*.json", "*.jsonl")),

@@ -18,7 +18,7 @@ from rlhpc.base import ownership
 from rlhpc.base.files import KEEP_CORE_FILES, append_lines, openness, rename, write_atomically
 from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.buffer.journal import make_file
+from rlhpc.buffer.log import make_file
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.segments import set_aside_lost_segments, write_sealed
 from rlhpc.protocol.errors import CheckpointError, OwnershipLost, RunDirectoryError, SegmentError
@@ -65,8 +65,8 @@ def test_a_file_that_the_server_has_renamed_is_written_though_it_finds_no_source
         write_atomically(layout.attempt, text)
         fence.write(layout.status, text)
         assert layout.attempt.read_bytes() == layout.status.read_bytes() == text
-    os.close(make_file(layout.rollouts / "journal_000000.h5", 3, [(0, b"abc")], fence))
-    assert (layout.rollouts / "journal_000000.h5").read_bytes() == b"abc"
+    os.close(make_file(layout.rollouts / "journal_000000.log", b"abc", fence))
+    assert (layout.rollouts / "journal_000000.log").read_bytes() == b"abc"
 
 
 def test_a_segment_and_a_checkpoint_that_the_server_has_renamed_are_no_failures_for_ever(

@@ -56,7 +56,6 @@ from rlhpc.buffer.history import (
     version_after,
 )
 from rlhpc.buffer.journal import JournalFiles, journal_paths
-from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.prefixes import PartialIntake
 from rlhpc.buffer.segments import read_rollouts_directory
@@ -432,7 +431,7 @@ def two_journals(layout: RunLayout) -> list[Path]:
 
 def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> None:
     path, _ = two_journals(layout)
-    path.write_bytes(b"x" + path.read_bytes()[1:])
+    path.write_bytes(b"x" * 2000)
     history = read_history(layout.rollouts, START)
     assert history.lost_beginning
     assert [problem for problem in history.problems if path.name in problem]
@@ -446,14 +445,13 @@ def test_who_reads_rollouts_is_told_of_damage_and_not_of_a_beginning_that_was_de
     said: list[str] = []
     assert [found.resolved.group.group_id for found in found_groups(layout.rollouts, said.append)] == [2]
     assert said == []
-    second.write_bytes(b"x" + second.read_bytes()[1:])
+    second.write_bytes(b"x" * 2000)
     assert list(found_groups(layout.rollouts, said.append)) == []
     assert [second.name in line for line in said] == [True]
 
 
 def test_files_are_deleted_once_no_checkpoint_needs_them(layout: RunLayout) -> None:
-    small = Sizes(rollouts=2, prompts=2, prompt_tokens=100, tokens=100, text_bytes=1000)
-    files = JournalFiles(layout.rollouts, run_name="test", attempt=0, room=small)
+    files = JournalFiles(layout.rollouts, run_name="test", attempt=0, file_bytes=2200)  # of two rollouts
     buffer = begin(layout, 0)
     buffer.journal = RolloutJournal(files, journal_of(buffer)._events, 0)
     for group_id in range(4):
@@ -464,7 +462,7 @@ def test_files_are_deleted_once_no_checkpoint_needs_them(layout: RunLayout) -> N
     assert delete_old_journals(layout.rollouts, Position(0, 0, 3)) == 1  # rollouts 3 and 4 are in one file
     assert [r.sequence for r in read_history(layout.rollouts, Position(0, 0, 3)).rollouts] == [4, 5, 6]
     assert delete_old_journals(layout.rollouts, Position(0, 0, 6)) == 1  # the last one is kept: it may be written to
-    assert [path.name for path in journal_paths(layout.rollouts)] == ["journal_000002.h5"]
+    assert [path.name for path in journal_paths(layout.rollouts)] == ["journal_000002.log"]
 
 
 def test_a_batch_that_is_not_whole_cannot_be_taken_again(layout: RunLayout) -> None:
@@ -559,8 +557,8 @@ def test_groups_that_come_back_without_their_rollouts_are_sampled_in_turn_and_ne
 
 def write_long_rollouts(layout: RunLayout, num_groups: int, length: int) -> None:
     """Two members each, a journal file for every four groups."""
-    room = Sizes(rollouts=64, prompts=64, prompt_tokens=1 << 10, tokens=8 * length, text_bytes=1 << 14)
-    files = JournalFiles(layout.rollouts, run_name="test", attempt=0, room=room)
+    file_bytes = 8 * (13 * length + 700)  # with one rollout more it would be too long
+    files = JournalFiles(layout.rollouts, run_name="test", attempt=0, file_bytes=file_bytes)
     members = itertools.product(range(num_groups), range(2))
     files.append(
         [

@@ -16,7 +16,7 @@ from crash_states import RecordedDisk, put
 from log_files import flip_at, flip_in_record, place_of, write_anew
 
 from rlhpc.base.native import crc32
-from rlhpc.base.ownership import take_over
+from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.log import HEAD_BYTES, MAGIC, MARK, SCHEMA, LogEncoder, LogKind, LogWriter, read_head, read_log
 from rlhpc.protocol.errors import JournalError, OwnershipLost, ProtocolError
@@ -275,11 +275,11 @@ def test_many_pieces_and_short_writes_arrive_whole(tmp_path: Path, monkeypatch: 
 
 def test_whoever_lost_the_run_directory_appends_and_begins_nothing(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
-    writer = make_writer(layout.rollouts, fence=take_over(layout, 0))
+    writer = make_writer(layout.rollouts, fence=Fence.take(layout, 0))
     writer.begin()
     append(writer, range(3))
     on_disk = writer.num_bytes
-    take_over(layout, 1)
+    Fence.take(layout, 1)
     with pytest.raises(OwnershipLost):
         append(writer, range(3, 5))
     assert writer.num_bytes == on_disk
@@ -290,7 +290,7 @@ def test_whoever_lost_the_run_directory_appends_and_begins_nothing(tmp_path: Pat
 
 def test_a_disk_that_does_not_even_say_who_owns_the_run_is_a_failed_write(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
-    writer = make_writer(layout.rollouts, fence=take_over(layout, 0))
+    writer = make_writer(layout.rollouts, fence=Fence.take(layout, 0))
     writer.begin()
     owner = layout.owner.read_bytes()
     layout.owner.write_bytes(b"{")

@@ -10,7 +10,7 @@ import resource
 import shutil
 import struct
 import zlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import h5py
@@ -23,7 +23,10 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer import segments
 from rlhpc.buffer import segments as segment_files
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
-from rlhpc.buffer.journal_layout import COLUMNS, PROMPT_ROW, ROLLOUT_ROW
+from rlhpc.buffer.history import EVENTS
+from rlhpc.buffer.journal import JOURNAL
+from rlhpc.buffer.log import FileHead
+from rlhpc.buffer.prefixes import PARTIALS
 from rlhpc.buffer.segment_format import SCHEMA, deflated_chunks
 from rlhpc.buffer.segments import (
     SegmentWriter,
@@ -35,7 +38,7 @@ from rlhpc.buffer.segments import (
     write_sealed,
 )
 from rlhpc.protocol.errors import SegmentError
-from rlhpc.protocol.types import FinishReason, RolloutGroup, Verdict
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
 from tests.unit.doc_pages import ROOT, blocks
 
 
@@ -442,7 +445,9 @@ def test_the_checksums_are_those_that_the_page_describes():
         assert zlib.crc32(record) == groups["crc32"][row]
 
 
-def test_every_dataset_and_field_of_a_journal_is_on_the_page():
-    journal = PAGE.read_text(encoding="utf-8").partition("## The journal")[2]
-    names = {*COLUMNS, *ROLLOUT_ROW.names, *PROMPT_ROW.names}
-    assert [name for name in sorted(names) if f"`{name}`" not in journal] == []
+def test_every_message_and_field_of_a_log_is_on_the_page():
+    page = PAGE.read_text(encoding="utf-8").partition("## The journal")[2]
+    messages = [message for kind in (JOURNAL, EVENTS, PARTIALS) for message in kind.messages]
+    names = {each.__name__ for each in messages}
+    names |= {field.name for each in (*messages, FileHead, ScoredRollout, Rollout, Prompt) for field in fields(each)}
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []

@@ -26,9 +26,9 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.history import EVENTS, Admitted, Dropped, Event, Taken, Trained, event_paths, read_events
-from rlhpc.buffer.journal import journal_paths, read_journal
+from rlhpc.buffer.journal import JOURNAL, journal_paths
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.log import MARK
+from rlhpc.buffer.log import MARK, read_log
 from rlhpc.buffer.segments import SegmentWriter, read_raw_columns, read_segment, segment_paths, to_hdf5
 from rlhpc.config.file import write_resolved
 from rlhpc.config.rules import Config
@@ -43,7 +43,7 @@ from rlhpc.roles.controller.state import (
     write_saved_state,
 )
 from rlhpc.training.checkpoint_directory import COMPLETE, KnownCheckpoints, begin, complete, prune
-from tests.unit.buffer.log_files import write_anew
+from tests.unit.buffer.log_files import flip_in_record, write_anew
 from tests.unit.buffer.rollout_samples import ManualClock, make_prompt
 from tests.unit.launch.site_kit import config_of
 
@@ -332,14 +332,8 @@ class AuditedRun:
         """Turn a bit of a rollout in the journal."""
         if paths := journal_paths(self.layout.rollouts):
             path = self.random.choice(paths)
-            content = read_journal(path)
-            if content.records:
-                row = self.random.randrange(len(content.records))
-                with path.open("r+b") as file:
-                    file.seek(content.layout.place("rollouts", row) + 48)
-                    (value,) = file.read(1)
-                    file.seek(-1, 1)
-                    file.write(bytes([value ^ 1]))
+            if num_records := len(read_log(path, JOURNAL).places):
+                flip_in_record(path, JOURNAL, self.random.randrange(num_records))
 
     def tear(self) -> None:
         """What a kill may leave behind the last one of the events."""

@@ -30,11 +30,11 @@ from rlhpc.base.native import crc32
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import ResolvedGroup
 from rlhpc.buffer.history import EVENTS, Admitted, Began, GroupEventLog, Taken, Trained, event_paths, read_events
-from rlhpc.buffer.journal import journal_paths, read_journals, read_rollout_rows
+from rlhpc.buffer.journal import JOURNAL, journal_paths, read_journal, read_journals
 from rlhpc.buffer.segments import segment_paths
 from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
 from rlhpc.training.checkpoint_directory import KnownCheckpoints
-from tests.unit.buffer.log_files import write_anew
+from tests.unit.buffer.log_files import place_of, write_anew
 from tests.unit.buffer.rollout_samples import make_scored
 from tests.unit.launch.audit_kit import (
     MUTATIONS,
@@ -456,17 +456,16 @@ def test_of_a_history_that_is_right_nothing_is_said(run):
     assert warnings(run.layout) == []
 
 
-def test_a_row_of_the_journal_that_a_full_disk_has_cut_off_accuses_nobody(run):
-    """The disk took what fitted into a block: the row begins, and its rest and its checksum are zeros."""
+@pytest.mark.parametrize("is_lengthened", [False, True])
+def test_a_rollout_that_a_full_disk_has_cut_off_accuses_nobody(run, is_lengthened):
+    """The disk took what fitted into a block: the record begins, and its rest, if there is any, is zeros."""
     path = journal_paths(run.layout.rollouts)[-1]
-    layout, rows = read_rollout_rows(path)
-    last = rows[-1].copy()
-    last["sequence"] += 1
-    with path.open("r+b") as file:
-        file.seek(layout.place("rollouts", len(rows)))
-        file.write(last.tobytes()[:CUT_BYTES])
+    first, end = place_of(path, JOURNAL, -1)
+    data, num_rollouts = path.read_bytes(), len(read_journal(path).records)
+    cut = data[first : first + CUT_BYTES]
+    path.write_bytes(data + cut + bytes(end - first - len(cut) if is_lengthened else 0))
     assert warnings(run.layout) == []
-    assert len(read_rollout_rows(path)[1]) == len(rows)
+    assert len(read_journal(path, is_verified=False).records) == num_rollouts
 
 
 def test_going_on_is_refused_where_a_group_would_be_trained_twice(run):

@@ -237,7 +237,7 @@ def test_a_resume_says_what_stays_quarantined_and_lifts_it_if_asked_to(config, l
 @pytest.fixture
 def journal(layout) -> list[str]:
     """Files of a journal, as far as a directory can tell, beside a segment."""
-    files = ["events_000000.log", "journal_000000.h5", "journal_000001.h5", "partials_000000.log"]
+    files = ["events_000000.log", "journal_000000.log", "journal_000001.log", "partials_000000.log"]
     for name in [*files, "segment_000000.h5"]:
         (layout.rollouts / name).write_bytes(name.encode())
     return files

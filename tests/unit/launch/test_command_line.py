@@ -417,7 +417,7 @@ def test_stop_asks_by_a_file_which_asked_twice_says_the_same(layout, prepared):
 def test_stop_tells_the_truth_about_what_was_saved(layout, prepared, capsys, trained, saved, words, status, said):
     layout.status.write_text(json.dumps({"phase": "training", "step": trained, "unix_time_s": 0.0, "roles": []}))
     if words == "journal":
-        (layout.rollouts / "journal_000000.h5").touch()
+        (layout.rollouts / "journal_000000.log").touch()
     if saved:
         layout.checkpoint(saved).mkdir()
         (layout.checkpoint(saved) / "COMPLETE").touch()

@@ -27,8 +27,8 @@ from launch.verify.report import FileVerdict, Row
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.history import EVENTS, Admitted, Began, Dropped, Event, GroupEventLog, Taken, Trained
-from rlhpc.buffer.journal import JournalFiles, read_journal
-from rlhpc.buffer.journal_layout import Sizes
+from rlhpc.buffer.journal import JOURNAL, JournalFiles
+from rlhpc.buffer.log import read_log
 from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.protocol.errors import EXIT_CONFIG
@@ -75,12 +75,12 @@ JOURNAL_FROM_4 = {"journal": {"attempt": 0, "num_events": 0, "num_rollouts": 3}}
 
 
 def write_journal(layout: RunLayout, indices: range, attempt: int = 0) -> None:
-    """Rollouts of two a group, numbered from 1, of which five fit a file."""
-    room = Sizes(rollouts=5, prompts=5, prompt_tokens=100, tokens=300, text_bytes=4000)
-    records = [make_record(i + 1, make_scored(i // 2, i % 2), 0) for i in indices]
-    files = JournalFiles(layout.rollouts, run_name="run", attempt=attempt, first_sequence=indices[0] + 1, room=room)
-    files.append(records)
-    files.close()
+    """Rollouts of two a group, numbered from 1, five to a file."""
+    for first in range(indices.start, indices.stop, 5):
+        files = JournalFiles(layout.rollouts, run_name="run", attempt=attempt, first_sequence=first + 1)
+        some = range(first, min(first + 5, indices.stop))
+        files.append([make_record(i + 1, make_scored(i // 2, i % 2)) for i in some])
+        files.close()
 
 
 def write_events(layout: RunLayout, attempt: int, events: Sequence[Event]) -> None:
@@ -104,17 +104,11 @@ def partials(layout: RunLayout) -> Path:
 
 
 def journal(layout: RunLayout, index: int) -> Path:
-    return layout.rollouts / f"journal_{index:06d}.h5"
+    return layout.rollouts / f"journal_{index:06d}.log"
 
 
 def events(layout: RunLayout, attempt: int) -> Path:
     return layout.rollouts / f"events_{attempt:06d}.log"
-
-
-def flip_in_journal(path: Path, column: str, entry: int) -> None:
-    """One bit of an entry, behind its first bytes."""
-    place = read_journal(path).layout.place(column, entry)
-    flip_at(path, place + (8 if column == "rollouts" else 0))
 
 
 def write_later_events(path: Path) -> None:
@@ -160,21 +154,21 @@ def test_a_sound_run_is_sound_and_untouched(layout, capsys):
         (lambda run: os.truncate(run.segment(2), 700), "segments", "truncated or damaged"),
         (lambda run: run.segment(1).unlink(), "segments", "segment 1 is missing"),
         (lambda run: write_segments(run, range(4, 6), 3), "segments", "twice: 4, 5"),
-        (lambda run: flip_in_journal(journal(run, 1), "rollouts", 2), "journal", "journal_000001.h5: rows 2 of"),
-        (lambda run: flip_in_journal(journal(run, 1), "versions", 0), "journal", "journal_000001.h5: rows 0 of"),
-        (lambda run: flip_in_journal(journal(run, 1), "prompts", 0), "journal", "rows 0 of `rollouts`, or the data"),
-        (lambda run: flip_in_journal(journal(run, 0), "rollouts", 4), "journal", "journal_000001.h5: rollout 5"),
-        (lambda run: flip_at(journal(run, 2), 40), "journal", "journal_000002.h5 its first bytes are damaged"),
-        (lambda run: journal(run, 1).write_bytes(b"x" * 9000), "journal", "_000001.h5 is not a journal of rollouts"),
-        (lambda run: os.truncate(journal(run, 2), 9000), "journal", "journal_000002.h5 is cut off: it has 9,000 of"),
-        (lambda run: os.truncate(journal(run, 0), 60), "journal", "journal_000000.h5 its first bytes are damaged"),
+        (lambda run: flip_in_record(journal(run, 1), JOURNAL, 3), "journal", "journal_000001.log: bytes 1"),
+        (lambda run: flip_at(journal(run, 1), 30), "journal", "journal_000001.log: bytes 0 to 1024 are damaged"),
+        (lambda run: flip_in_record(journal(run, 1), JOURNAL, 0), "journal", "journal_000001.log: bytes 1024 to"),
+        (lambda run: flip_in_record(journal(run, 0), JOURNAL, -1), "journal", "journal_000001.log: rollout 5"),
+        (lambda run: flip_at(journal(run, 2), 40), "journal", "journal_000002.log: bytes 0 to 1024 are damaged"),
+        (lambda run: journal(run, 1).write_bytes(b"x" * 9000), "journal", "_000001.log is not a log"),
+        (lambda run: os.truncate(journal(run, 1), 1500), "journal", "journal_000002.log: rollouts 6 to 10"),
+        (lambda run: os.truncate(journal(run, 0), 60), "journal", "journal_000000.log is not a log"),
         (lambda run: flip_at(partials(run), 30), "partials", "partials_000000.log: bytes 0 to"),
         (lambda run: journal(run, 1).unlink(), "journal", "missing between"),
         (lambda run: journal(run, 0).unlink(), "journal", "missing: rollouts 4 to 5, the first since the checkpoint"),
         (
             lambda run: shutil.copy(journal(run, 1), journal(run, 3)),
             "journal",
-            "also in journal_000002.h5: rollouts 6 to 12",
+            "also in journal_000002.log: rollouts 6 to 12",
         ),
         (lambda run: flip_in_record(events(run, 0), EVENTS, 3), "events", "events_000000.log: bytes 1"),
         (lambda run: flip_at(events(run, 0), 30), "events", "events_000000.log: bytes 0 to 1024 are damaged"),
@@ -275,15 +269,17 @@ def notes(layout: RunLayout) -> list[tuple[str, str]]:
 
 
 def test_what_a_killed_process_left_half_written_is_a_remark(layout):
-    flip_in_journal(journal(layout, 2), "loss_mask", 0)  # of the first of its two rollouts
-    flip_in_journal(journal(layout, 2), "rollouts", 1)
+    places = read_log(journal(layout, 2), JOURNAL).places  # a prompt and two rollouts
+    (first, _), (_, last) = places[-2:]
+    for index in (2, 1):
+        flip_in_record(journal(layout, 2), JOURNAL, index)
     end = events(layout, 0).stat().st_size
     with events(layout, 0).open("ab") as file:
         file.write(b"RLHP0123abcd")
     assert not damaged(layout)
     remark = "at its end: half written when its process ended, or being written now"
     assert notes(layout) == [
-        ("journal_000002.h5", f"rows 0, 1 of `rollouts` {remark}"),
+        ("journal_000002.log", f"bytes {first} to {last} {remark}"),
         ("events_000000.log", f"bytes {end} to {end + 12} {remark}"),
     ]
     write_journal(layout, range(10, 14), attempt=1)  # goes on where it found the end

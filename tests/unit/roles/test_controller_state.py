@@ -34,7 +34,6 @@ from rlhpc.buffer.history import (
     read_history,
 )
 from rlhpc.buffer.journal import JournalFiles, journal_paths
-from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.buffer.segments import read_rollouts_directory, read_segment
 from rlhpc.config.rules import Config
@@ -381,8 +380,7 @@ async def test_a_run_killed_while_it_writes_finds_all_segments_of_the_checkpoint
 
 async def test_journals_are_deleted_once_every_checkpoint_holds_what_they_hold(tmp_path: Path) -> None:
     async with desk(tmp_path, keep=3) as it:
-        room = Sizes(rollouts=4, prompts=4, prompt_tokens=100, tokens=100, text_bytes=1000)  # of two groups
-        files = JournalFiles(it.layout.rollouts, run_name="small", attempt=0, room=room)
+        files = JournalFiles(it.layout.rollouts, run_name="small", attempt=0, file_bytes=1)  # one each
         it.buffer.journal = journal = RolloutJournal(files, GroupEventLog(it.layout.rollouts, 0), 0)
         for step in range(4):
             it.train_on_groups(2 * step, 2 * step + 1, step=step)
@@ -390,7 +388,9 @@ async def test_journals_are_deleted_once_every_checkpoint_holds_what_they_hold(t
             await it.complete_one(step + 1)
         assert it.steps_on_disk == ["step_000002", "step_000003", "step_000004"]
         # The first of them knows two steps; the files of the other two are needed to go on from it.
-        assert [path.name for path in journal_paths(it.layout.rollouts)] == ["journal_000002.h5", "journal_000003.h5"]
+        assert [path.name for path in journal_paths(it.layout.rollouts)] == [
+            f"journal_{number:06d}.log" for number in range(8, 16)
+        ]
         saved = read_saved_state(it.layout, 2)
         assert saved.position == Position(0, journal.position.num_events - 8, 8)
         assert [r.sequence for r in read_history(it.layout.rollouts, saved.position).rollouts] == [*range(9, 17)]
