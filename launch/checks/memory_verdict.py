@@ -28,7 +28,7 @@ from launch.checks.memory_plan import (
     plan_memory,
 )
 from launch.plan.gpu_map import EVALUATING, GpuMap
-from launch.plan.site_file import Site, load_site
+from launch.plan.site_file import GPU_MEMORY_GIB, GpuConfig, Site, load_site
 from rlhpc.config.rules import Config, obeys_rules, with_values
 from rlhpc.config.toml import as_override
 from rlhpc.models.shape import ModelShape, ParallelLayout
@@ -575,12 +575,23 @@ def describe_engine(need: EngineMemory) -> str:
 
 
 def judge_memory(config: Config, model: Mapping[str, Any], shape: ModelShape, site: Site, source: Path) -> str:
-    """The line that says by how much it fits.  Raises ConfigError if trainer or engine cannot."""
-    if config.generation.engine == "vllm":
-        gpu = f"generation.gpu={site.generation.gpu!r} ({site.generation.memory_gib:g} GiB) in {source}"
-        refuse_engine(config, shape, site.generation.memory_gib, gpu)
-    limit = site.trainer.memory_gib
-    gpu = f"trainer.gpu={site.trainer.gpu!r}"
-    rank = fullest(plan_memory(config, shape))
-    refuse_trainer(config, model, shape, rank, limit, f"{gpu} in {source}")
-    return f"fits        {limit:g} GiB of {gpu}: {limit - rank.peak / GIB:.1f} GiB to spare ({AN_ESTIMATE})"
+    """Say by how much it fits, and of which GPU it is not known.  Raises ConfigError if trainer or engine cannot."""
+    said, has_engine = list[str](), config.generation.engine == "vllm"
+    limit, engine_gib = site.trainer.memory_gib, site.generation.memory_gib
+    if has_engine and engine_gib is not None:
+        gpu = f"{_gpu_of('generation', site.generation)} ({engine_gib:g} GiB) in {source}"
+        refuse_engine(config, shape, engine_gib, gpu)
+    if limit is not None:
+        gpu, rank = _gpu_of("trainer", site.trainer), fullest(plan_memory(config, shape))
+        refuse_trainer(config, model, shape, rank, limit, f"{gpu} in {source}")
+        said = [f"fits        {limit:g} GiB of {gpu}: {limit - rank.peak / GIB:.1f} GiB to spare ({AN_ESTIMATE})"]
+    unknown = ["trainer.gpu"] * (limit is None) + ["generation.gpu"] * (has_engine and engine_gib is None)
+    if unknown:
+        legal = f"legal: {', '.join(sorted(GPU_MEMORY_GIB))}, or gpu_memory_gib"
+        lacks = f"{source} lacks {' and '.join(unknown)}, so that the GPU's memory is not known"
+        said.append(f"fits        not judged: {lacks}; {legal}")
+    return "\n".join(said)
+
+
+def _gpu_of(name: str, section: GpuConfig) -> str:
+    return f"{name}.gpu={section.gpu!r}" if section.gpu else f"{name}.gpu_memory_gib={section.gpu_memory_gib:g}"

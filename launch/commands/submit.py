@@ -27,7 +27,7 @@ from launch.evaluate.evaluation import preview_evaluations
 from launch.evaluate.job import EvaluationJob, end_following, following_job, submit_following
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.script import component_documents, plan_document, plan_report, render_scripts, shared_layout
-from launch.plan.site_file import GpuConfig, PrologueConfig, Site, load_site
+from launch.plan.site_file import PrologueConfig, Site, load_site
 from launch.run_directory.prepare import NEWEST, ResumePoint, prepare_run_dir_for_jobs, refuse_run_dir_for_jobs
 from launch.run_files.records import JobRecord, generators_of, read_job_records, write_job_record
 from launch.run_files.run_state import command_to_continue
@@ -255,9 +255,7 @@ def refuse_small_memory(config: Config, findings: Findings, site: Site, site_fil
     """Refuse what `rlhpc check --site` does: too little host memory, or GPU memory.  Raises ConfigError."""
     if findings.shape is None or config.trainer.device == "cpu":
         return
-    sections: tuple[GpuConfig, ...] = (site.trainer, site.generation)
-    if all(section.gpu is not None or section.gpu_memory_gib is not None for section in sections):
-        judge_memory(config, findings.model, findings.shape, site, site_file)
+    judge_memory(config, findings.model, findings.shape, site, site_file)
     for line in judge_host(config, findings.shape, site, site_file):
         if line.startswith("warning"):
             tell(line)

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from rlhpc.config.file import fault_lines, sections, unknown_key
+from rlhpc.config.file import OF_RUN_FILES, OF_SITE_FILES, fault_lines, sections, unknown_key
 from rlhpc.config.setting import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.config.toml import beyond_64_bits, read_toml, shown
 from rlhpc.protocol.errors import ConfigError
@@ -288,11 +288,9 @@ class GpuConfig(CommonConfig):
     """GiB of host memory for each GPU, at least for one; 0: all of the node; none: the partition's default."""
 
     @property
-    def memory_gib(self) -> float:
-        """Memory of one GPU, as given or by its name.  Raises ConfigError: the site file has neither."""
-        if self.gpu_memory_gib is None and self.gpu is None:
-            raise ConfigError("gpu: missing in a section of the site file; without it the GPU's memory is unknown")
-        return self.gpu_memory_gib or GPU_MEMORY_GIB[str(self.gpu)]
+    def memory_gib(self) -> float | None:
+        """Memory of one GPU, as given or by its name; None: the section has neither."""
+        return self.gpu_memory_gib or (None if self.gpu is None else GPU_MEMORY_GIB[self.gpu])
 
     @model_validator(mode="after")
     def _memory_is_known(self) -> Self:
@@ -409,6 +407,8 @@ SECTIONS: dict[str, type[Section]] = {
 def load_site(path: Path) -> Site:
     """Read a site file.  Raises ConfigError: missing, not TOML, unknown key, wrong type, a GPU of unknown memory."""
     document = read_toml(path, "site file")
+    if document.keys() & set(OF_RUN_FILES) and not document.keys() & set(OF_SITE_FILES):
+        raise ConfigError(f"{path}: a run file, not a site file; legal: the run file first, then the site file")
     try:
         site, faults = Site.model_validate(document), beyond_64_bits(document)
     except ValidationError as error:

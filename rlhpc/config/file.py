@@ -48,6 +48,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), whence: str = COMMAND
             f"{path}: it has no settings; legal: at least {needed} (`rlhpc recipes copy NAME` writes a whole run file, "
             "configs/README.md has every key)"
         )
+    if document.keys() & set(OF_SITE_FILES) and not document.keys() & set(OF_RUN_FILES):
+        raise ConfigError(f"{path}: a site file, not a run file; legal: the run file first, then the site file")
     return settled(document, overrides, str(path), whence)
 
 
@@ -202,7 +204,8 @@ _PATTERNS = {
 }
 MOST_HINTS = 2
 _ALIKE = 0.75  # names of sections, from here on: those of other systems are less
-_OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")
+OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")  # tables that no run file has
+OF_RUN_FILES = ("run", "model", "data", "admission")  # tables that no site file has, and every run file needs
 _RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
 
 
@@ -307,7 +310,7 @@ def _unknown_section(name: str, tables: object) -> str:
         return f"[{name}]: unknown section (did you mean [{meant[0]}]?)"
     if isinstance(tables, dict) and (theirs := section_in_words(name, tables)):
         return f"[{name}]: unknown section, of another system; here {theirs}"
-    more = f"; [{name}] is a section of site files" if name in _OF_SITE_FILES else ""
+    more = f"; [{name}] is a section of site files" if name in OF_SITE_FILES else ""
     return f"[{name}]: unknown section; legal: {', '.join(_SECTIONS)}{more}"
 
 

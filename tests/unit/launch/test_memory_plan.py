@@ -417,6 +417,25 @@ def test_nothing_is_judged_without_a_site_a_gpu_or_a_known_family():
     assert "model_type='gemma9'" in memory_report(on_cpu, {"model_type": "gemma9"}, None, EXAMPLE_SITE)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "generation", "said"),
+    [({}, {}, ["not judged: site.toml lacks trainer.gpu and generation.gpu, so that"]),
+     ({"gpu": "h100"}, {}, ["79.1 GiB of trainer.gpu='h100': ", "not judged: site.toml lacks generation.gpu, so that"]),
+     ({}, {"gpu": "h100"}, ["not judged: site.toml lacks trainer.gpu, so that"]),
+     ({"gpu_memory_gib": 80.0}, {"gpu": "h100"}, ["80 GiB of trainer.gpu_memory_gib=80: "])],
+    ids=["neither", "the engine's", "the trainer's", "by its memory"],
+)  # fmt: skip
+def test_a_gpu_that_the_site_file_does_not_name_is_not_judged(trainer, generation, said):
+    site, model = Site.model_validate({"trainer": trainer, "generation": generation}), CONFIGS["Qwen2.5-0.5B"]
+    lines = judge_memory(config_of(num_ranks=1), model, shape_of(model), site, Path("site.toml")).splitlines()
+    assert [line.startswith(f"fits        {start}") for line, start in zip(lines, said, strict=True)] == [True] * len(
+        said
+    )
+    if "not judged" in said[-1]:
+        assert lines[-1].endswith("legal: a100-40, a100-80, a40, a6000, b200, gh200, h100, h100-94, h200, l4, l40s, "
+                                  "rtx4090, v100-16, v100-32, or gpu_memory_gib")  # fmt: skip
+
+
 # --------------------------------------------------------------------------------------------------- site file, configs
 
 

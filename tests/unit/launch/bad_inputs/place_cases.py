@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.unit.launch.bad_inputs.code_cases import DEF, MINE, game
-from tests.unit.launch.bad_inputs.desk import RECORDS, SITE, Desk, both, case, key, module, site
+from tests.unit.launch.bad_inputs.desk import RECORDS, SITE, Desk, both, case, key, module, site, text
 
 
 def _exists(desk: Desk) -> None:
@@ -74,6 +74,8 @@ SITES = (
     case("a relative shared directory", site(SITE.replace('"/"', '"scratch"')), "shared_directory='scratch'", "legal: an absolute path"),
     case("a directive that a key writes", site(SITE + '[common]\nextra = ["--mem=4G"]\n'), "common.extra.0='--mem=4G'", "legal: memory_gib"),
     case("a section of the run file", site(SITE + "[admission]\ngroup_size = 4\n"), "admission=", "run file"),
+    case("a run file in its place", site('[run]\nnum_steps = 3\n[trainer]\n[generation]\n'), "a run file, not a site file; legal: the run file first"),
+    case("itself in the place of the run file", text(SITE), "a site file, not a run file; legal: the run file first"),
     case("a placement that is none", site(SITE.replace("[cluster]", '[cluster]\nplacement = "array"')), "cluster.placement='array'", "'hetjob' or 'jobs'"),
     case("two environments", site(SITE + '[prologue]\nvenv = "/a"\nconda = "/b"\n'), "prologue.conda='/b'", "legal: one"),
     case("a model too large for the GPU", site("[trainer]\ngpu_memory_gib = 0.5\ngpu = 'mine'\n[generation]\ngpu = 'mine'\ngpu_memory_gib = 80.0\n"), "0.5 GiB", "trainer.gpu='mine'"),
