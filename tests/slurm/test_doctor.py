@@ -128,11 +128,11 @@ def test_a_job_that_cannot_start_is_a_warning_and_is_cancelled(slurm: DevCluster
     slurm.wait_idle()
 
 
-def test_a_refused_site_is_told_in_slurms_words_and_status_is_one(ask: Any, tmp_path: Path) -> None:
+def test_a_site_with_a_partition_that_is_not_there_fails_by_its_key(ask: Any, tmp_path: Path) -> None:
     status, rows = ask(site_of(tmp_path, generation={"partition": "gpus"}), "--quick")
     assert status == 1
-    assert rows["generation"][0] == "fail"
-    assert "sbatch refuses it" in rows["generation"][1]
+    assert rows["generation.partition"][0] == "fail"
+    assert "no such partition" in rows["generation.partition"][1]
 
 
 def test_without_slurm_the_rest_is_looked_at_all_the_same(
