@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ from rlhpc.data.prompt_form import task_of
 from rlhpc.data.record_source import Record
 from rlhpc.protocol.errors import ConfigError, RoleFailed
 from rlhpc.protocol.types import Verdict
-from rlhpc.rewards.outcomes import DialogueRequest, Turn
+from rlhpc.rewards.outcomes import INVALID, DialogueRequest, Turn
 from rlhpc.rewards.pool import Judgement, RewardPool, open_pool
 from rlhpc.rewards.registry import BUILT_IN
 
@@ -90,6 +91,13 @@ _LEGAL = (
     "legal: f(completion, reference) that returns a number, a bool, a dict with a reward or a RewardOutcome; or "
     "f(completions, references) that returns a list of these"
 )
+_KEYWORDS = re.compile(r"missing \d+ required keyword-only arguments?: .*")
+_OF_A_CALL = re.compile(  # no line of the function's own was reached
+    r"TypeError: (?!.*:\d+\)$).*(missing \d+ required|takes .* arguments?\b|multiple values for)"
+)
+_OF_NUMBERS = (
+    "and 'str'", "'str' and 'int'", "'str' and 'float'", "must be real number, not str", "can only concatenate str"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,7 @@ class _Trial:
     task: str
     record: Record
     reference: str
+    is_whole: bool = False  # the reference is the whole record, as JSON
 
 
 def try_own_code(config: Config) -> list[str]:
@@ -138,7 +147,8 @@ def _trials(config: Config) -> Iterator[_Trial]:
         wanted = [task for task in dataset.all_tasks if task not in seen and _is_tried(config, task)]
         for task, record in _first_records(dataset, wanted):
             seen.add(task)
-            yield _Trial(task, record, record.reference(dataset.reference_field))
+            is_whole = dataset.reference_field == WHOLE_RECORD
+            yield _Trial(task, record, record.reference(dataset.reference_field), is_whole)
 
 
 def _is_tried(config: Config, task: str) -> bool:
@@ -257,11 +267,12 @@ def _unheard() -> Iterator[None]:
 
 
 async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
-    said, doubts, tries = [], [], {"the reference": trial.reference, repr(NO_ANSWER): NO_ANSWER}
+    what = "the record, as JSON," if trial.is_whole else "the reference"
+    said, doubts, tries = [], [], {what: trial.reference, repr(NO_ANSWER): NO_ANSWER}
     verdicts = await _verdicts(pool, trial, [*tries.values()])
     if (why := pool.failed_batches.get(trial.task)) is not None:
         where = f"data.task={trial.task!r}, tried on {trial.record.source} with two completions at once"
-        raise ConfigError(f"{where}: {why}; {_LEGAL}{_hint(why)}")
+        raise ConfigError(f"{where}: {why}{_remedy(trial.task, why)}")
     for what, (found, took_s) in zip(tries, verdicts, strict=True):
         where = f"data.task={trial.task!r}, tried on {trial.record.source} with {what} as the completion"
         if found.verdict is Verdict.VERIFIER_ERROR:
@@ -270,13 +281,36 @@ async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
                 if "no answer within" in found.detail
                 else ""
             )
-            raise ConfigError(f"{where}: {_own_words(trial, found)}{limit}; {_LEGAL}{_hint(found.detail)}")
+            why = _own_words(trial, found)
+            raise ConfigError(f"{where}: {why}{limit}{_remedy(trial.task, why, found.failure)}")
         _refuse_missing_parts(config, found, where)
         said.append(f"{found.reward:g} for {what}")
         doubts += [_slow(where, took_s, trial.task, config), _huge(where, found.reward)]
+    if trial.is_whole:  # as a completion it is no answer
+        said[0] = await _best_field(pool, trial, verdicts[-1][0].reward)
     if sum(took_s for _, took_s in verdicts) <= _PATIENCE_S:
         doubts += await _judged_again(pool, trial, tries, [found for found, _ in verdicts])
     return [f"reward      {trial.task}, tried on {trial.record.source}: {', '.join(said)}", *filter(None, doubts)]
+
+
+async def _best_field(pool: RewardPool, trial: _Trial, otherwise: float) -> str:
+    """Return the reward of the field of a record that has the highest as a completion, in words.
+
+    otherwise: the reward of no answer; where no field has another one, nothing is known of right answers.
+    """
+    record = json.loads(trial.reference)
+    fields = {name: str(value) for name, value in record.items() if isinstance(value, str | int | float)}
+    names = [*fields][:_MOST_LEAVES]
+    verdicts = await _verdicts(pool, trial, [fields[name] for name in names])
+    rewards = {
+        name: found.reward
+        for name, (found, _) in zip(names, verdicts, strict=True)
+        if found.verdict is not Verdict.VERIFIER_ERROR
+    }
+    best = max(rewards, key=lambda name: rewards[name], default="")
+    if not best or rewards[best] <= otherwise:
+        return "no right answer could be tried, since the reference is the whole record"
+    return f"{rewards[best]:g} for its field {best!r}"
 
 
 async def _verdicts(pool: RewardPool, trial: _Trial, completions: Sequence[str]) -> list[tuple[Judgement, float]]:
@@ -364,14 +398,28 @@ def _huge(where: str, reward: float) -> str:
     )
 
 
+def _remedy(task: str, why: str, failure: str = "") -> str:
+    """Return what is legal where the signature or what is returned is wrong, or a hint at a known slip; or ""."""
+    if (lacking := _KEYWORDS.search(why)) is not None:
+        names = re.findall(r"'(\w+)'", lacking[0])
+        table = f'{{ "{task}" = {{ {", ".join(f"{name} = …" for name in names)} }} }}'
+        return f"; legal: a default for {', '.join(names)}, or a value in rewards.task_arguments = {table}"
+    is_misfit = failure == INVALID or why.startswith("NoReward") or _OF_A_CALL.match(why) is not None
+    return f"{f'; {_LEGAL}' if is_misfit else ''}{_hint(why)}"
+
+
 def _hint(why: str) -> str:
-    """Return the remedy for a function of TRL's or verifiers' kind, which looks for messages; "" for others."""
-    if "string indices must be" not in why and "'str' object has no attribute" not in why:
-        return ""
-    return (
-        "; completions and references are texts, never messages or records: `completion` in place of "
-        "completion[0]['content'], a parameter called record for the record (docs/coming_from.md, Reward functions)"
-    )
+    """Return the remedy for a function that looks for messages, as TRL's and verifiers', or for numbers; or ""."""
+    if "string indices must be" in why or "'str' object has no attribute" in why:
+        return (
+            "; completions and references are texts, never messages or records: `completion` in place of "
+            "completion[0]['content'], a parameter called record for the record (docs/coming_from.md, Reward functions)"
+        )
+    if any(words in why for words in _OF_NUMBERS):
+        return "; completions and references are texts, never numbers: float(reference) in place of reference"
+    if repr(NO_ANSWER) in why:
+        return "; a completion is whatever the policy writes: what cannot be read needs a reward, too"
+    return ""
 
 
 def _own_words(trial: _Trial, failed: Judgement) -> str:

@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -265,11 +266,16 @@ def refuse_unknown(
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Return " (FILE:LINE)" of a function, or of the constructor of a class; "" if it has none."""
+    """Return " (FILE:LINE)" of a function, of the constructor of a class, or of the class; "" if it has none."""
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(
         getattr(function, "__init__", None), "__code__", None
     )
-    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    if code is not None:
+        return f" ({code.co_filename}:{code.co_firstlineno})"
+    try:
+        return f" ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"
+    except (OSError, TypeError):  # of C, or an object
+        return ""
 
 
 def try_out(
@@ -285,7 +291,17 @@ def try_out(
     except unless:
         raise
     except (Exception, SystemExit) as error:  # it is not our code
-        raise ConfigError(f"{key}={path!r}, tried on {on}: {error!r}{line_of(path, error)}") from error
+        raise ConfigError(
+            f"{key}={path!r}, tried on {on}: {error!r}{line_of(path, error)}{_fields_for(error)}"
+        ) from error
+
+
+def _fields_for(error: BaseException) -> str:
+    """Return "; legal: …" with the fields of a dataclass, where one that it has not was asked for; else ""."""
+    if not isinstance(error, AttributeError) or not is_dataclass(error.obj):
+        return ""
+    names = [each.name for each in fields(error.obj)]
+    return f"; legal: {', '.join(names)}{near_hint(str(error.name), names)}"
 
 
 def line_of(path: str, error: BaseException) -> str:

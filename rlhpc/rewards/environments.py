@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from rlhpc.base.user_code import did_you_mean, is_import_path, load, look_up, takes
+from rlhpc.base.user_code import did_you_mean, is_import_path, load, look_up, place_of, takes
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT, OWN_REWARD
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.protocol.environment import Environment, Message, Step
 from rlhpc.protocol.errors import ConfigError
-from rlhpc.rewards.outcomes import DialogueRequest, JudgedOutcome, Turn
+from rlhpc.rewards.outcomes import DialogueRequest, JudgedOutcome, NoReward, Turn
 
 # ------------------------------------------------------------------------------------------------------------- registry
 
@@ -39,6 +39,9 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 )
 
 
+_METHODS = "async reset(record) that returns a list of messages, and async step(completion) that returns a Step"
+
+
 def validate_environment(name: str) -> None:
     """Check a name without importing anything of the user's.  Raises ConfigError."""
     look_up(KEY, _import_path(name), repr(name), is_class=True)
@@ -49,11 +52,14 @@ def resolve_environment(name: str, arguments: Mapping[str, object] = MappingProx
 
     arguments: environment.arguments, which its constructor has to take, unless it has an open() of its own.
     """
-    found: object = load(KEY, _import_path(name), repr(name))
+    found: Any = load(KEY, _import_path(name), repr(name))
     if not isinstance(found, type) or not issubclass(found, Environment):
-        raise ConfigError(f"{KEY}={name!r} is not a subclass of rlhpc.protocol.environment.Environment")
+        raise ConfigError(
+            f"{KEY}={name!r} is not a subclass of rlhpc.protocol.environment.Environment{place_of(found)}; "
+            f"legal: class {name.partition(':')[2]}(Environment) with {_METHODS}"
+        )
     if missing := sorted(found.__abstractmethods__):
-        raise ConfigError(f"{KEY}={name!r} lacks {', '.join(missing)}")
+        raise ConfigError(f"{KEY}={name!r} lacks {', '.join(missing)}{place_of(found)}; legal: {_METHODS}")
     is_default = getattr(found.open, "__func__", None) is Environment.open.__func__  # type: ignore[attr-defined]
     if is_default and (why := takes("environment.arguments", found, arguments)):
         raise ConfigError(
@@ -154,10 +160,10 @@ class EnvironmentHost:
         for completion in dialogue.turns[len(kept.turns) :]:
             if kept.steps and kept.steps[-1].is_done:
                 raise ValueError(f"the dialogue was over after {len(kept.turns)} turns, and has {len(dialogue.turns)}")
-            kept.steps.append(await kept.environment.step(completion))
+            kept.steps.append(_step("step", await kept.environment.step(completion)))
             kept.turns.append(completion)
         if dialogue.is_last and kept.steps and not kept.steps[-1].is_done:
-            last, more = kept.steps[-1], await kept.environment.finish()
+            last, more = kept.steps[-1], _step("finish", await kept.environment.finish())
             kept.steps.append(replace(more, detail=more.detail or last.detail, is_done=False))
 
     async def _begun(self, dialogue: DialogueRequest) -> _Kept:
@@ -218,6 +224,14 @@ def _continues(dialogue: DialogueRequest, kept: _Kept) -> bool:
     """Whether a dialogue is the kept one, with the same turns and perhaps more."""
     began_with = (dialogue.environment, dialogue.record)
     return kept.began_with == began_with and list(dialogue.turns[: len(kept.turns)]) == kept.turns
+
+
+def _step(method: str, returned: object) -> Step:
+    """Raises NoReward for what is no Step, naming it."""
+    if isinstance(returned, Step):
+        return returned
+    kind = "tuple (as gymnasium's)" if isinstance(returned, tuple) else type(returned).__name__
+    raise NoReward(f"{method} returned a {kind}, not a Step")
 
 
 def _checked(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:

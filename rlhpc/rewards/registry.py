@@ -23,6 +23,7 @@ from rlhpc.base.user_code import (
     load,
     look_up,
     parameters,
+    place_of,
     refuse_unknown,
     required_parameters,
 )
@@ -259,6 +260,12 @@ def resolve(task: str) -> RewardFunction:
     Raises ConfigError if the name is illegal, or as user_code.load and BatchedFunction.
     """
     function = load(KEY, _import_path(task), repr(task))
+    if inspect.isclass(function):
+        called = function.__name__
+        raise ConfigError(
+            f"{KEY}={task!r} is a class{place_of(function)}; legal: a function, or an object that can be called: in "
+            f"the module `judge = {called}()`, and {function.__module__}:judge here"
+        )
     try:
         names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of C, perhaps

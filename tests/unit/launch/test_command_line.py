@@ -127,6 +127,27 @@ def test_check_for_a_site_says_that_an_own_reward_function_was_not_tried(lab, tm
     assert f"reward      {task}: not tried, since --site" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("float(completion == record['answer'])", "1 for its field 'answer', 0 for 'I do not know.'"),
+        (
+            "float(completion == 'yes')",
+            "no right answer could be tried, since the reference is the whole record, 0 for",
+        ),
+    ],
+)
+def test_a_reward_of_whole_records_is_tried_on_their_fields(lab, tmp_path, monkeypatch, capsys, body, said):
+    """The record as JSON is no answer: its reward would say nothing."""
+    (tmp_path / "whole.py").write_text(f"def judge(completion, record):\n    return {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    words = ["data.task=whole:judge", 'data.reference_field="*"']
+    assert main(["check", str(lab.run_file("bench")), *words]) == 0
+    printed = capsys.readouterr().out
+    assert said in next(line for line in printed.splitlines() if line.startswith("reward      whole:judge, tried on "))
+
+
 def test_check_warns_of_prompts_that_weigh_more_than_others(lab, capsys):
     run_file = str(lab.run_file("bench"))
     assert main(["check", run_file]) == 0
