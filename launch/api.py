@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -33,20 +34,24 @@ from launch.api_run import (
     speaks_python,
     words_of,
 )
+from launch.checks.model_files import read_model
 from launch.commands.submit import submit_run
 from launch.common.text import quoted, without_dots
 from launch.evaluate.command import comparison_of
 from launch.evaluate.evaluation import caches_on_this_node, plan_evaluation
 from launch.evaluate.request import find_target, requests_of, with_settings_of
+from launch.run_directory.prepare import refuse_taken_directory
 from launch.run_files.records import JobRecord, read_job_records
 from launch.run_files.run_state import last_outcome
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import cancel
 from launch.submitit_hetjob.job import HeterogeneousSlurmJob
+from launch.supervisor.controller_job import SOONER
 from rlhpc.base.files import is_listed
 from rlhpc.base.processes import child_command
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config
+from rlhpc.data.files import dataset_files
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError, RlhpcError, RoleFailed, RunDirectoryError
 
 # ---------------------------------------------------------------------------------------------------------------- local
@@ -58,6 +63,7 @@ from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError, RlhpcError, RoleFail
 # its engines are processes.
 
 _LONGEST_REASON = 50  # lines
+_BY_A_SIGNAL = re.compile(r"\bSIG[A-Z]+ asks the run")
 _SAYS = "rlhpc: "  # what begins an error, and whatever else interrupts the line of progress
 
 
@@ -90,6 +96,7 @@ class StartedRun:
     def stop(self, *, now: bool = False) -> Run:
         """Finish the step, save, and end it, as `rlhpc stop` does; returns when it has ended.  now: end at once."""
         self._is_asked = True
+        self._command.is_asked_here = True
         self._command.send(signal.SIGINT if now else signal.SIGTERM)
         return self.wait()
 
@@ -103,6 +110,7 @@ class _Command:
 
     def __init__(self, words: Sequence[str], tell: Tell | None) -> None:
         self._name, self._tell = words[0], tell or say_nothing
+        self.is_asked_here = False  # to stop, by a method of this session
         self._reason = deque[str](maxlen=_LONGEST_REASON)
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  _read_output closes it
         self._process = subprocess.Popen(
@@ -143,7 +151,7 @@ class _Command:
         heard = chain(map(self._kept, errors), self._read_output())
         try:
             for line in heard:
-                self._tell(line)
+                self._tell(_of_this_session(line) if self.is_asked_here else line)
         finally:
             for _ in heard:  # the process must not wait for a reader
                 pass
@@ -164,8 +172,26 @@ class _Command:
         yield from self.printed
 
 
+def _of_this_session(line: str) -> str:
+    """What a run says of its stop, in the words of Python; no terminal is there for a Ctrl-C."""
+    return _BY_A_SIGNAL.sub("stop() asks the run", line).replace(SOONER, "")
+
+
 def _without_end(line: str) -> str:
     return line.rstrip("\n")
+
+
+def _refuse_at_once(config: Config, *, begins: bool) -> None:
+    """Raise what `rlhpc run` would, as far as it takes no reading.  begins: neither goes on nor starts over."""
+    try:
+        if begins:
+            refuse_taken_directory(RunLayout(config.run_directory), resume=False, fresh=False)
+    except RunDirectoryError as error:
+        raise ConfigError(str(error)) from error
+    read_model(config.model.path)
+    for dataset in config.data:
+        if dataset.path is not None:
+            dataset_files(dataset.path, dataset.split)
 
 
 @speaks_python
@@ -181,10 +207,12 @@ def start(
 
     config: a run file, or the result of `rlhpc.config.file.load_config`, which is written beside the run directory.
     overrides: ["section.key=value"] or {"section.key": value}.  tell: called, in a thread of its own, with the lines
-    that `rlhpc run` prints.  Raises ConfigError for settings; what else is wrong, `wait` raises.
+    that `rlhpc run` prints.  Raises ConfigError for settings, for a directory that is taken, and for model or data
+    that is not there; what else is wrong, `wait` raises.
     """
     refuse_both(resume=resume, fresh=fresh)
     known = settings_of(config, overrides)
+    _refuse_at_once(known, begins=not (resume or fresh))
     file = known.run_directory.with_name(f"{known.run_directory.name}.toml")
     words = [*command_words(config, overrides, known, file), *["--resume"] * resume, *["--fresh"] * fresh]
     return StartedRun(Run._to_begin(known), _Command(["run", *words], tell))

@@ -26,7 +26,9 @@ __all__ = ["Run", "check", "compare", "evaluate", "export", "run", "start", "sub
 def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(_importlib.import_module("launch.api"), name)
-    raise AttributeError(f"module 'rlhpc' has no attribute {name!r}")
+    is_error = not name.startswith("_") and hasattr(_importlib.import_module("rlhpc.protocol.errors"), name)
+    where = "it is in rlhpc.protocol.errors" if is_error else f"legal: {', '.join(__all__)}"
+    raise AttributeError(f"module 'rlhpc' has no attribute {name!r}; {where}")
 
 
 def __dir__() -> list[str]:

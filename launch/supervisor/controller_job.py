@@ -119,6 +119,7 @@ INTERRUPT_S = 7.0  # for everything to end after Ctrl-C: with the end of interpr
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
 _WANTED = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED, Cause.SIGNAL)  # ends that somebody has asked for
+SOONER = "; Ctrl-C: end within seconds"  # where a run is told that it saves
 ROLE_WORDS = {"generator": "generator", "reward": "reward service"}
 
 
@@ -327,8 +328,7 @@ class ControllerJobSupervisor:
         self._patience_s = max(SAVE_GRACE_S, needed_to_stop_s(progress, self._limit.life_s))
         step_s = _step_s(progress)
         step = f"its step, about {math.ceil(step_s)} s," if step_s else "its step"
-        sooner = "; Ctrl-C: end within seconds" if self._plan.is_local else ""
-        self._log.say("stop", f"{why}: the controller finishes {step} and saves{sooner}")
+        self._log.say("stop", f"{why}: the controller finishes {step} and saves{SOONER * self._plan.is_local}")
         if self._controller is not None:
             self._controller.ask_to_leave()
 

@@ -27,6 +27,7 @@ from launch import api
 from launch.api import RunJob, StartedRun
 from launch.api_run import _columns, import_path, in_python, words_of
 from launch.run_files.run_state import EventLog
+from launch.supervisor.controller_job import SOONER
 from rlhpc.config.file import load_config
 from rlhpc.metrics.tensorboard import Recorder
 from rlhpc.protocol.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
@@ -150,7 +151,12 @@ assert not {'torch', 'transformers', 'vllm', 'pandas', 'matplotlib'} & set(sys.m
 try:
     rlhpc.other
 except AttributeError as error:
-    assert "'other'" in str(error)
+    assert "'other'; legal: Run, check, " in str(error)
+try:
+    rlhpc.ConfigError
+except AttributeError as error:
+    assert str(error).endswith("'ConfigError'; it is in rlhpc.protocol.errors")
+assert not hasattr(rlhpc, "_ipython_display_")
 """
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
@@ -192,7 +198,9 @@ def test_a_run_that_was_started_is_looked_at_and_stopped_and_has_the_modules_of_
     assert (run.phase, run.settings["data"][0]["task"]) == ("stopped", "mine_of_a_session:judge")
     assert load_config(tmp_path / "runs" / "long.toml").data[0].task == "mine_of_a_session:judge"
     with pytest.raises(ConfigError, match="use resume=True to continue it"):
-        rlhpc.start(config, overrides).wait()
+        rlhpc.start(config, overrides)
+    with pytest.raises(ConfigError, match=r"data\.path=.*nothing\.jsonl does not exist"):
+        rlhpc.start(config, overrides | {"data.path": "nothing.jsonl"}, resume=True)
 
 
 def _stands_in(monkeypatch: pytest.MonkeyPatch, program: str) -> list[list[str]]:
@@ -204,6 +212,7 @@ def _stands_in(monkeypatch: pytest.MonkeyPatch, program: str) -> list[list[str]]
         return [sys.executable, "-c", program]
 
     monkeypatch.setattr(api, "child_command", command)
+    monkeypatch.setattr(api, "_refuse_at_once", lambda config, begins: None)
     return given
 
 
@@ -255,6 +264,32 @@ def test_an_interrupt_ends_a_run_and_not_the_waiting_for_one(monkeypatch):
     assert started.done()
     with pytest.raises(KeyboardInterrupt):
         rlhpc.run(ROOT / "configs" / "demo.toml", tell=tell)
+
+
+@pytest.mark.starts
+def test_a_stop_from_python_is_not_told_in_words_of_a_terminal(monkeypatch):
+    """The line is the one that a supervisor says (STOPS in test_local_run.py)."""
+    asked = "asks the run to stop: the controller finishes its step and saves"
+    program = f"""
+import signal, sys, time
+def stop(*_):
+    print("rlhpc: SIGTERM {asked}{SOONER}", file=sys.stderr, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("here", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+    _stands_in(monkeypatch, program)
+    told, is_here = list[str](), threading.Event()
+
+    def tell(line: str) -> None:
+        told.append(line)
+        is_here.set()
+
+    started = rlhpc.start(ROOT / "configs" / "demo.toml", tell=tell)
+    is_here.wait()
+    started.stop()
+    assert told == ["here", f"rlhpc: stop() {asked}"]
 
 
 @pytest.mark.starts
