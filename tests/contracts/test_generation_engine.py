@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +21,7 @@ from rlhpc.protocol.errors import EngineError, TornWeights
 from rlhpc.protocol.types import FinishReason, Prefix, Rollout, RolloutRequest
 from rlhpc.roles.generator.sampling import ProgressReporter
 from rlhpc.weights import broadcast
-from rlhpc.weights.checksums import checksum64
+from rlhpc.weights.broadcast import _send_blocks
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import (
     LONG_PROMPT,
@@ -522,12 +521,23 @@ async def test_an_engine_that_is_paused_stays_paused_over_an_update(
         assert_sampled_by(subject, subject.engine.policy_version, rollout)
 
 
+def _sends_another_sum_of(bucket: int) -> tuple[str, Callable[..., list[int]]]:
+    """Name and stand-in of what sends the buckets: the publisher announces another checksum of one than it has."""
+
+    def send(*args: Any) -> list[int]:
+        sums = _send_blocks(*args)
+        sums[bucket] ^= 1
+        return sums
+
+    return "rlhpc.weights.broadcast._send_blocks", send
+
+
 async def test_torn_weights_leave_the_old_ones_live(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     if subject.loads_arriving:
         pytest.skip("there are no old ones any more")
     old = subject.engine.policy_version
     with monkeypatch.context() as damage:
-        damage.setattr("rlhpc.weights.broadcast.checksum64", lambda block: 12345)
+        damage.setattr(*_sends_another_sum_of(0))
         with pytest.raises(TornWeights):
             await subject.update(old + 1)
     assert subject.engine.policy_version == old
@@ -604,12 +614,8 @@ async def test_a_damaged_bucket_is_never_sampled_from(
     old = subject.engine.policy_version
     running = asyncio.create_task(subject.engine.generate(_long(1)))
     await until_sampling(subject, _long(1))
-    sums = itertools.count()
     with monkeypatch.context() as damage:
-        damage.setattr(
-            "rlhpc.weights.broadcast.checksum64",
-            lambda block: checksum64(block) ^ (1 if next(sums) == bucket else 0),
-        )
+        damage.setattr(*_sends_another_sum_of(bucket))
         with pytest.raises(TornWeights, match=f"bucket {bucket} "):
             await subject.update(old + 1)
     assert subject.engine.policy_version == (-1 if subject.loads_arriving else old)

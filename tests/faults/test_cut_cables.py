@@ -16,7 +16,7 @@ from rlhpc.config.tables import TransportConfig
 from rlhpc.protocol import messages as m
 from rlhpc.protocol.errors import ChannelError, ChannelFull
 from rlhpc.protocol.messages import CONTROL, LEASES, ChannelSpec
-from rlhpc.protocol.types import FinishReason, Rollout, ScoredRollout, Verdict
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 from rlhpc.roles.generator import sampling as outbox_module
 from rlhpc.roles.generator.sampling import Outbox
 from rlhpc.transport.channel import ZmqClient, ZmqServer
@@ -64,6 +64,9 @@ async def connected(spec: ChannelSpec, address: str, secrets: Path, name: str) -
         yield client
     finally:
         await client.close()
+
+
+PROMPT = Prompt(0, "none", np.arange(3, dtype=np.int32), "")
 
 
 def scored(number: int) -> ScoredRollout:
@@ -138,7 +141,7 @@ async def test_every_rollout_arrives_and_is_acknowledged_whatever_the_network_do
                 controller = Controller(server)
                 tasks = [asyncio.create_task(each) for each in (controller.serve(), listen(), outbox.repeat(client))]
                 for number in range(1, NUM_ROLLOUTS + 1):
-                    await outbox.deliver(client, scored(number), timeline=0)
+                    await outbox.deliver(client, PROMPT, scored(number), timeline=0)
                     await asyncio.sleep(0.001)
                     if number % (NUM_ROLLOUTS // 3) == NUM_ROLLOUTS // 6:
                         if fault is a_reset:
