@@ -542,7 +542,7 @@ def _renewal(config: Config, layout: RunLayout) -> _Renewal:
     if fixed:
         raise RunDirectoryError(
             f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}; legal: the old values, or a "
-            f"new run (another run.name), also from the trained model (`rlhpc export {layout.root} OUT`, "
+            f"new run (another run.name), also from the trained model (`rlhpc export {quoted(layout.root)} OUT`, "
             "model.path=OUT)"
         )
     return _Renewal(changed, refuse_other_inputs(config, layout))

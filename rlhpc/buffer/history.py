@@ -479,6 +479,9 @@ class RolloutJournal:
         try:
             if records:
                 self._files.append(records)
+        except JournalError as error:
+            left = self._last - self.num_durable
+            raise JournalError(f"{error}; {left} {'stays' if left == 1 else 'stay'} in memory") from error
         finally:
             done = sum(record.sequence < self._files.next_sequence for record in records)
             del self._pending[:done]

@@ -621,8 +621,8 @@ def test_datasets_may_move_and_neither_change_nor_come_or_go_on_resume(lab, conf
     prepare_run_dir(mixed(first, second), layout, resume=False, fresh=False)
     for tables, said in (
         ((first, second.replace("}", ", weight=2.0}")), r"data.1.weight: 1.0 → 2.0"),
-        ((first,), r"data.name: 'a, b' → 'a'$"),
-        ((first, second, second.replace('"b"', '"c"')), r"data.name: 'a, b' → 'a, b, c'$"),
+        ((first,), r"data.name: 'a, b' → 'a'; legal: "),
+        ((first, second, second.replace('"b"', '"c"')), r"data.name: 'a, b' → 'a, b, c'; legal: "),
     ):
         with pytest.raises(RunDirectoryError, match=f"cannot change on resume: .*{said}"):
             prepare_run_dir(mixed(*tables), layout, resume=True, fresh=False)

@@ -279,7 +279,7 @@ async def test_a_disk_that_refuses_is_tried_again_and_nothing_is_acknowledged_me
         await pair.hear()
         await pair.journaling.durable()
         assert await pair.acknowledged() == 1
-    assert caplog.text.count("No space left on device; 1 stay in memory") == 2
+    assert caplog.text.count("No space left on device; 1 stays in memory") == 2
     assert ["trying again for" in each for each in troubles[:3]] == [False, True, True]
     assert pair.journaling.disk_trouble == ""
     assert pair.on_disk() == 1
