@@ -276,7 +276,7 @@ class Run:
 
     @property
     def figures(self) -> Mapping[str, Curve]:
-        """Metrics by their names in docs/metrics.md, each with `steps`, `values`, `unix_times_s`.  Raises OSError."""
+        """Metrics by name (`rlhpc schema metrics`), each with `steps`, `values`, `unix_times_s`.  Raises OSError."""
         return _Figures(self._view.curves)
 
     @property

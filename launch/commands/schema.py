@@ -13,7 +13,6 @@ import argparse
 import ast
 import inspect
 import json
-import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -200,6 +199,10 @@ def _toml(value: object) -> str:
 
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.commands.schema", description="Write the tables of configs/README.md anew."
+    )
+    parser.add_argument("page", type=Path, help="the page to write: configs/README.md")
+    page = parser.parse_args().page
     by_hand, _, _ = page.read_text(encoding="utf-8").partition("## [run]\n")
     page.write_text(by_hand + reference(), encoding="utf-8")

@@ -123,7 +123,7 @@ def check_math_answer(reference: str) -> None:
 
 @lru_cache(4096)
 def read_references(reference: str) -> tuple[Reference, ...]:
-    """Return the texts that a reference stands for.  Raises ValueError as check_reference."""
+    """Return the texts that a reference stands for.  Raises ValueError as check_math_answer."""
     texts = _alternatives(reference)
     if not texts:
         raise ValueError(f"reference {reference[:_SHOWN_CHARACTERS]!r} is an empty list; {_LEGAL}")

@@ -42,7 +42,7 @@ from rlhpc.roles.lifecycle import RoleContext
 
 # --------------------------------------------------------------------------------------------------------- step figures
 #
-# The metrics of a step, under the stable names of docs/metrics.md.
+# The metrics of a step, under the stable names of rlhpc/metrics/names.py.
 #
 # Input: StepRecord and the rollouts since the previous step.  Output: scalars.  No decisions are made from these.
 

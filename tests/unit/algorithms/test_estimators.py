@@ -25,7 +25,7 @@ from rlhpc.algorithms.estimators import (
     rloo,
 )
 from rlhpc.algorithms.objectives import ValueLoss
-from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.config.tables_algorithm import ADVANTAGES, OVER_BATCH, AlgorithmConfig
 from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.logprob import token_row
 from tests.unit.training.packed_rows import draw_samples, dummy_row, pack_row
@@ -131,6 +131,14 @@ def test_a_real_difference_is_spread_however_small_and_one_member_has_none() -> 
 def test_what_is_not_a_group_of_finite_rewards_is_refused(name: str, bad: np.ndarray) -> None:
     with pytest.raises(ValueError, match="rewards of a group"):
         BY_GROUP[name](bad, lengths_of(bad))
+
+
+def test_every_name_of_a_run_file_has_its_estimator() -> None:
+    without = {*ADVANTAGES} - {*BY_GROUP, "pass_at_k"}  # whose k is a setting
+    assert not without, f"add to BY_GROUP of rlhpc/algorithms/estimators.py: {sorted(without)}"
+    unknown = {*BY_GROUP} - {*ADVANTAGES}
+    assert not unknown, f"add to ADVANTAGES of rlhpc/config/tables_algorithm.py: {sorted(unknown)}"
+    assert {*OVER_BATCH} <= {*ADVANTAGES}
 
 
 # ------------------------------------------------------------------------------------------------------ over the batch

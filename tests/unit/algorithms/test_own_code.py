@@ -23,7 +23,7 @@ from launch.checks import own_code
 from rlhpc.algorithms.estimators import make_estimator
 from rlhpc.algorithms.objectives import doubts_of_loss, load_own_loss
 from rlhpc.algorithms.policy_loss import make_policy_loss
-from rlhpc.config.tables_algorithm import LOSSES, AlgorithmConfig
+from rlhpc.config.tables_algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.metrics.names import find_metric
 from rlhpc.protocol.contracts import AdvantageEstimator, PolicyLoss, RewardFunction
@@ -128,6 +128,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     """A file that can be imported under its name, which no other test uses."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / f"own_{abs(hash(request.node.name))}.py"
+
+
+@pytest.mark.parametrize(("heading", "names"), [("Advantages", ADVANTAGES), ("Policy loss", LOSSES)])
+def test_every_built_in_name_has_its_row_in_the_page_of_algorithms(heading: str, names: tuple[str, ...]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    for name in names:
+        assert f"\n| `{name}` " in section, f"docs/algorithms.md, {heading}, has no row for {name}"
 
 
 def test_the_loss_of_the_page_passes_its_trial_and_is_the_reinforce_that_it_says(module: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -212,17 +213,29 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\x00", "�")
 
 
-def page() -> str:
-    """tests/golden/mistakes.md."""
-    number = sum(map(len, TABLES.values()))
-    head, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## ")
+def page(wanted: str = "") -> str:
+    """tests/golden/mistakes.md; only new rows and those in which the wanted words stand are made anew."""
+    tables = [*TABLES.items(), *WARNED.items()]
+    number, total, done = sum(map(len, TABLES.values())), sum(len(table) for _, table in tables), 0
+    head, *sections = PAGE.read_text(encoding="utf-8").split("\n## ")
+    rows = {
+        (section.partition("\n")[0], match[1]): match[0]
+        for section in sections
+        for match in re.finditer(r"^\| (.*?) \| ``.*$", section, re.MULTILINE)
+    }
     parts = [re.sub(r"\d+ mistakes", f"{number} mistakes", head).rstrip("\n")]
     with tempfile.TemporaryDirectory() as place:
         lab = make_lab(Path(place) / "lab")
-        for title, table in [*TABLES.items(), *WARNED.items()]:
+        for title, table in tables:
             what = "what is legal" if title in WARNED else "mistake"
             parts += ["", f"## {title}", "", f"| {what} | what is said |", "|---|---|"]
             for index, each in enumerate(table):
+                done += 1
+                row = rows.get((title, _cell(each.what)), "")
+                if row and wanted.lower() not in f"{title}: {row}".lower():
+                    parts.append(row)
+                    continue
+                print(f"{done} of {total}  {title}: {each.what}", file=sys.stderr, flush=True)
                 root = Path(place) / f"{len(parts)}_{index}"
                 root.mkdir()
                 desk, words = _spoiled(lab, root, each)
@@ -232,7 +245,12 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.unit.launch.test_table_of_mistakes",
+        description="Make the rows of tests/golden/mistakes.md anew: all of them, which takes minutes, or some.",
+    )
+    parser.add_argument("words", nargs="*", help="make only new rows and those in which these words stand")
+    PAGE.write_text(page(" ".join(parser.parse_args().words)), encoding="utf-8")
 
 
 # ------------------------- Whatever is wrong with what the user wrote is said in a line a fault, with the place, before

@@ -40,7 +40,7 @@ REWARDS = (
     case("a syntax error", module("def judge(a, b)\n    return 1\n", **MINE), "mine.py:1", "expected ':'"),
     case("an error on import", module("import no_such_package\n" + DEF + "    return 1.0\n", **MINE), "data.task='mine:judge'", "no_such_package", is_tried=True),
     case("an exception on import", module("x = 1 / 0\n" + DEF + "    return 1.0\n", **MINE), "data.task='mine:judge'", "ZeroDivisionError", is_tried=True),
-    case("a program for a module", module("import argparse\n" + DEF + "    return 1.0\np = argparse.ArgumentParser()\np.add_argument('model')\np.parse_args([])\n", **MINE), "data.task='mine:judge'", "SystemExit", "__main__", is_tried=True),
+    case("a program for a module", module("import argparse\n" + DEF + "    return 1.0\np = argparse.ArgumentParser('mine.py')\np.add_argument('model')\np.parse_args([])\n", **MINE), "data.task='mine:judge'", "SystemExit", "__main__", is_tried=True),
     case("a number in place of a function", module("judge = 3\n", **MINE), "data.task='mine:judge'", "function", is_tried=True),
     case("one parameter", module("def judge(completion):\n    return 1.0\n", **MINE), "data.task='mine:judge'", "one parameter; legal: def judge(completion, reference): return judge(completion)", "docs/coming_from.md"),
     case("a function of verl", module("def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n    return 1.0\n", data={"task": "mine:compute_score"}), "data.task='mine:compute_score'", "parameters of verl (data_source, solution_str, ground_truth, extra_info)", "solution_str=completion", 'data.reference_field = "*"', "docs/coming_from.md"),
