@@ -1,4 +1,8 @@
-"""The estimator that a run file names."""
+"""Advantages: the estimators that algorithm.advantage can name, and the choice among them.
+
+In this file: gae, for a critic; an estimator of the user's own; whether rewards have spread; GRPO and RLOO, relative to
+the group; normalising over a batch; OPO; pass@k; the reward itself; the choice by name.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""Decide what to do about steps whose figures are out of bounds: first little, then more, and as much as is permitted.
+"""Figures that say whether learning is healthy, the limits of a step, and the guard, which acts on them.
+
+In this file: diagnostics of a batch; limits that can forbid an optimiser step; the step guard.
+
+The guard does little at first, then more, and as much as is permitted:
 
     warn ─▶ tighten ─▶ skip ─▶ stop          a rung every patience_steps steps that are out of bounds
       ▲─────────────────────────┘            after calm_steps within bounds
 
-Input: the figures of each step, in order.  Output: GuardDecision.  Pure; all that it remembers is in state().
+Its input: the figures of each step, in order.  Output: GuardDecision.  Pure; all that it remembers is in state().
 Guarantees: one step out of bounds has no consequence but a warning; the same figures lead to the same judgements, also
 over a restart that repeats steps; a step is refused only under limits that were known before it.
 

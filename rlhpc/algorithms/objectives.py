@@ -1,6 +1,10 @@
-"""What an objective of a token is: its contract, and what several of them are made of.
+"""The objectives that algorithm.loss can name, losses of the user's own, and the loss of a critic.
 
-Input: log-probabilities of the sampled tokens.  Output: a number per token, which grows when the policy does better.
+In this file: a loss of the user's own, and its trial; the critic's loss; the contract of an objective, and what several
+are made of; CISPO; DPPO; GMPO; PPO; GSPO; REINFORCE; SAPO.
+
+Input of an objective: log-probabilities of the sampled tokens.  Output: a number per token, which grows when the policy
+does better.
 """
 
 from __future__ import annotations

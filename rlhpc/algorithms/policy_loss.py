@@ -3,15 +3,18 @@
     L = − Σ_t  a_t · w_t · f_t          divided by the loss tokens of the whole batch, which is the caller's part
 
 f   objective   algorithm.loss      objectives.py; u, the ratio that it bounds, starts at the anchor
-w   importance  policy_loss.py       how far the sampler was from the anchor
-a   share       samples.py      1 for a mean over tokens
+w   importance  below               how far the sampler was from the anchor
+a   share       samples.py          1 for a mean over tokens
+
+In this file: importance weights; figures of a loss; KL and entropy terms; the proximal policy by interpolation; the
+policy loss.
 
 The anchor is what algorithm.proximal names: the policy at the start of the batch, the sampler, or one between them.
 
 Differs from decoupled PPO in AReaL's paper: (1) w is truncated; (2) a is 1 by default (DAPO's token-level mean) and not
 each sequence's length first; (3) logarithms of ratios are clamped to ±20 before they are exponentiated, so that one
 absurd token gives a huge number and not infinity; beyond the clamp its gradient is 0.
-Differs from GRPO (arXiv:2402.03300, eq. 3) in (2).  A KL term and an entropy bonus are in policy_loss.py.
+Differs from GRPO (arXiv:2402.03300, eq. 3) in (2).  A KL term and an entropy bonus are added to L.
 
 Not finite: if any log-probability or advantage of a loss token is nan or infinite, loss and gradient are nan on that
 rank.  Nothing is raised: the ranks' vote then skips the step everywhere (contracts.TrainerBackend.step), where an

@@ -1,5 +1,7 @@
 """Turn the groups of a batch into training samples: advantages, and the weight of each sample in the loss.
 
+In this file: loss aggregation, as a factor of each sequence; minibatches; reward shaping; rewards of tokens; samples.
+
 Input: RolloutGroup.  Output: TrainingSample.  Entry t of every array describes token t of prompt and completion
 together (types.py); no shift happens here or later.  Loads without torch.
 """

@@ -1,7 +1,10 @@
-"""Choose the groups of a batch so that all others can still be trained in time.
+"""The records of groups, and the choice of those of a batch so that all others can still be trained in time.
 
-Input: GroupRecord, in order of admission.  Output: ids of a batch, or that none can be formed yet; ids of a part of
-one, with which a step may begin.  Pure.
+In this file: the record of a group that has a slot; a resolved group; whether a batch can be formed, from counts alone;
+the choice.
+
+Input of the choice: GroupRecord, in order of admission.  Output: ids of a batch, or that none can be formed yet; ids of
+a part of one, with which a step may begin.  Pure.
 
 Each group has a last batch that it may be in (`GroupRecord.due`).  A batch takes finished groups, those due first.  It
 may skip an unfinished one while that has batches left with room for all groups that need them: for each k, at most

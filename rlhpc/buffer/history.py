@@ -1,6 +1,9 @@
-"""The history since a checkpoint, or since the start of a run, from journal and events.
+"""The history of a run, written and read back: what became of its groups, since a checkpoint or since the start.
 
-Input: the files of a rollouts directory, and the position that a checkpoint covers.  Output: History.
+In this file: the log of events; what the events come to; the history, from journal and events; the durable history of
+a run that goes on.
+
+Input of the history: the files of a rollouts directory, and the position that a checkpoint covers.  Output: History.
 An attempt that continued from an earlier step repeats steps: the batch that was chosen last for a step counts.
 """
 

@@ -1,5 +1,7 @@
 """Admit prompts and grant them to generators, with bounded staleness and without losing any.
 
+In this file: which lease to check when; leases of members; the ledger.
+
 Input: Prompt.  Output: Lease.  The only backpressure and the only retry of the system; pure, synchronous, time passed
 in.  Guarantees: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was
 admitted at version ≥ s − ⌊(num_slots − 1) / groups_per_step⌋, if groups are released only when the weights of their

@@ -1,4 +1,4 @@
-"""Count what each prompt may have killed: generators that sampled it, reward workers that judged it.
+"""Count what each prompt may have killed, generators and reward workers, and keep the counts in a file of lines.
 
 Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is identified by its
 record (PromptSource.record_of), so that its counts survive a restart of the run, and the next epoch, which draws it

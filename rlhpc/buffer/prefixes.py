@@ -1,4 +1,6 @@
-"""Running rollouts on disk, so that no death loses more of them than the last interval.
+"""Running rollouts on the wire, in the ledger and on disk, so that no death loses more of them than the last interval.
+
+In this file: their encoding; prefixes made of the pieces that generators report; files of pieces.
 
     rollouts/partials_000000.log, partials_000001.log …      a record (log.py) each for some pieces
 

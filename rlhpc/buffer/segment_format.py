@@ -1,5 +1,7 @@
 """Lay groups out as flat columns, and read them back: a rollout segment without the file around it.
 
+In this file: chunks, deflated; flat columns in an HDF5 file; groups as columns.
+
 Input: ResolvedGroup.  Output: named numpy arrays; and the reverse.  README.md beside it is the description for
 people; it changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length
 types are slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL

@@ -1,4 +1,6 @@
-"""Seal resolved groups into HDF5 segments: a file is complete and on disk, or absent.
+"""Seal resolved groups into HDF5 segments, and read them back: a file is complete and on disk, or absent.
+
+In this file: the files of a rollouts directory; the writer; the reader.
 
 Input: ResolvedGroup.  Output: rollouts/segment_NNNNNN.h5.  The HDF5 image is built in memory and written with plain
 calls, so that a full disk is an ordinary error: the HDF5 library crashes when it runs out of space and is then closed.

@@ -1,5 +1,8 @@
 """Update a vLLM engine to a new version: receive, pause sampling, load, adopt, resume.  Both sides are here.
 
+In this file: a count of preemptions; the link that receives on a worker's thread; the worker's extension; the switch
+that pauses sampling; the choice of staging; the engine's side.
+
 In each worker, WeightUpdateExtension, which vLLM mixes into its own class: it receives on a thread and loads.  It is
 called by name over collective_rpc, with JSON for arguments (tensors do not survive vLLM's msgpack).  Beside the engine,
 WeightUpdates, which tells the workers what to do and when.

@@ -1,6 +1,7 @@
-r"""Task "math_answer": does the final answer equal the reference, as mathematics?
+r"""Tasks "integer_arithmetic" and "math_answer": is the answer the right number, or the right mathematics?
 
-Input: a completion and a reference.  Output: a RewardOutcome of 1.0 or 0.0.
+"math_answer" says whether the final answer equals the reference.  Input: a completion and a reference.
+Output: a RewardOutcome of 1.0 or 0.0.
 
 Which text is the answer is decided strictly: the last marked answer of the completion (text_answer.py).  Earlier ones
 do not count, and a completion without a mark is wrong however right its prose is.  Plain numbers, which is what GSM8K

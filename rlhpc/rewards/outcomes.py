@@ -1,5 +1,8 @@
 """What judging a completion comes to: outcomes, failures and their counts, and the messages in which they travel.
 
+In this file: failures; the gate that waits, and then ends a run, when they are too many; functions given the whole
+record; what a function returned; functions of many completions; frames between a pool and its workers.
+
 A reward function of a user's own may return, besides a RewardOutcome:
 
     True, False                        reward 1.0 or 0.0

@@ -1,4 +1,6 @@
-"""Find a reward function by the name of its task.
+"""Find a reward function by the name of its task: a built-in one, the user's own, or several together.
+
+In this file: functions as other systems call them; the registry; tasks that combine others.
 
 Input: a task name.  Output: a RewardFunction.  A name is one of the table below, or "package.module:function" of the
 user's own.  Functions are named as text, so that the table can be read without importing what the functions need.

@@ -1,14 +1,16 @@
-"""Tasks "exact_match" and "token_f1": does the answer equal the reference as a text, or how much do they share?
+"""Tasks that compare an answer with a reference as texts, and the answer in a completion.
 
-Input: a completion and a reference, which is a text or a JSON list of texts of which the best counts.  Output: a
-RewardOutcome.  Texts are compared as SQuAD compares them (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1): in
-lower case, without punctuation, without the articles a, an, the, and with single blanks.  Differs from it: (1) a text
-that is nothing but articles or punctuation keeps them, or else saying nothing would be right where the reference is
-"A"; (2) numbers keep their sign, point, slash and colon, so that 3.5 is not 35, unless text.punctuation = "all"; (3)
-letters are compared however they are composed (NFC), and quotes, dashes and other punctuation beyond ASCII counts as
-punctuation, too.
+In this file: the last marked answer; "multiple_choice"; "regex"; "exact_match" and "token_f1".
 
-The answer is the last marked one of the completion, or all of it where nothing is marked.
+"exact_match" and "token_f1" say whether the answer equals the reference, and how much they share.  Input: a completion
+and a reference, which is a text or a JSON list of texts of which the best counts.  Output: a RewardOutcome. Texts are
+compared as SQuAD compares them (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1): in lower case, without
+punctuation, without the articles a, an, the, and with single blanks.  Differs from it: (1) a text that is nothing but
+articles or punctuation keeps them, or else saying nothing would be right where the reference is "A"; (2) numbers keep
+their sign, point, slash and colon, so that 3.5 is not 35, unless text.punctuation = "all"; (3) letters are compared
+however they are composed (NFC), and quotes, dashes and other punctuation beyond ASCII counts as punctuation, too.
+
+Their answer is the last marked one of the completion, or all of it where nothing is marked.
 """
 
 from __future__ import annotations

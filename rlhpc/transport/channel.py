@@ -1,13 +1,7 @@
-"""The binding end of a channel over ZeroMQ: a ROUTER that knows its peers by name.
+"""Both ends of a channel over ZeroMQ: a ROUTER that knows its peers by name, and a DEALER for each of them.
 
-Receives the clients' messages of a ChannelSpec and sends the server's.  Keeps the guarantees of ServerChannel:
-
-* order and no duplicates: sequence numbers per session (sessions.py); lost messages are counted in messages_lost;
-* no outsiders: with CURVE only keys of this run are admitted, and each only under its own name;
-* no silent drop: ROUTER_MANDATORY turns an unknown peer into PeerUnreachable and a full queue into ChannelFull.
-
-Differs from the usual recipe: the routing id is ``name/incarnation/random``, not the bare name.  With bare names a
-stopped process that resumes takes over the connection of its successor, and the two keep taking it from each other.
+Each receives the other's messages of a ChannelSpec, in order and without duplicates: sequence numbers per session
+(sessions.py); lost messages are counted in messages_lost.
 """
 
 from __future__ import annotations

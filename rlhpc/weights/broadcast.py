@@ -1,5 +1,7 @@
 """Broadcast weights over a process group, and receive them: the trainer's end and an engine worker's.
 
+In this file: the votes of the receivers; the publisher; the receiver.
+
 Input: a WeightManifest and an iterator of tensors, or memory.  Two blocks of bytes alternate: one is filled while the
 other is sent, so that the extra memory is two buckets.  Protocol of one publication, from rank 0 unless noted: header,
 and the identity of the base version for deltas; a sum in which every receiver says whether it can take the version,

@@ -1,4 +1,8 @@
-"""Make the batch of a step, and send its rows to the ranks that train them, as a rule while the step before is trained.
+"""Make the batch of a step, ask the trainer for the step, and record what came of it.
+
+In this file: the record of a step; the link to the trainer; the batch maker.
+
+Rows go to the ranks that train them, as a rule while the step before is trained:
 
     groups finished ──▶ samples, rows, in a thread ──▶ BatchRows to every rank ──▶ … batch taken ──▶ TrainBatch
 

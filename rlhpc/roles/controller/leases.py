@@ -1,5 +1,8 @@
 """Leases go out to the generators, and rollouts come back.
 
+In this file: the clock of deadlines; generators ordered by credit; the registry of processes; the lease dispatcher; the
+rollout sink.
+
 LeaseDispatcher keeps every generator supplied, from as few prompts as the bound on staleness allows.  It grants leases
 up to the credit that each generator has stated, and draws a prompt when one has credit and nothing is left to grant:
 whatever is sampled is stamped with the version that is live when it begins.  The only backpressure of the system is

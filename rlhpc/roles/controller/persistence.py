@@ -1,4 +1,9 @@
-"""Write the journal as fast as the disk allows, and tell generators what they may forget.
+"""Write what the controller keeps on disk: in order, beside its event loop, and again where the disk has refused.
+
+In this file: segments, sealed again where the disk has refused; threads that write, a lane for each kind of file;
+running rollouts; the journal.
+
+The journal is written as fast as the disk allows, and generators are told what they may forget:
 
     Delivery ─▶ buffer, journal ─▶ commit, in its lane ─▶ Delivered       one commit for all that came meanwhile
 

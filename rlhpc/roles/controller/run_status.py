@@ -1,6 +1,6 @@
-"""The current status of the run, for people and the launcher: status.json, replaced about once a second.
+"""What a run tells of itself in files, for people and the launcher: its status now, over time, and at its end.
 
-What it was over time goes to timeline.jsonl (timeline.py).
+In this file: summary.json, written once; timeline.jsonl; status.json, replaced about once a second.
 """
 
 from __future__ import annotations

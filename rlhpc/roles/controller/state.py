@@ -1,4 +1,7 @@
-"""The persistent state of a run: prompts, ledger, rollouts, counters, membership; new or from a checkpoint."""
+"""The persistent state of a run: prompts, ledger, rollouts, counters, membership; new or from a checkpoint.
+
+In this file: learning rates, and the progress that they follow; the controller's part of a checkpoint; the whole state.
+"""
 
 from __future__ import annotations
 

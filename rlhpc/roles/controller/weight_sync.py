@@ -1,4 +1,4 @@
-"""Publish a new version of the weights to the generators, and leave out those that fail.
+"""Publish a new version of the weights, leave out generators that fail, and check by a canary what engines made of it.
 
 A version goes out in two parts.  publish(): the trainer broadcasts it to the group of the current membership epoch,
 forming a new epoch first when members came or went; it ends when the trainer is free again.  wait_until_live(): every
