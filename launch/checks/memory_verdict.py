@@ -1,5 +1,7 @@
 """The memory report of `rlhpc check`: a table, and whether the layout fits the GPUs of a site.
 
+In this file: host memory; a trainer's rank; an engine; one GPU for all; what would fit; the report.
+
 Input: a Config, a ModelShape and a site file.  Output: lines, or a ConfigError that names a change that would fit.
 Every number is an estimate (plan.py).
 """

@@ -1,6 +1,7 @@
-"""Text tables for people, with columns as wide as their widest cells; durations in words.
+"""What commands print, and how: words, JSON, tables, a pager, streams that may be closed.
 
-Input: rows of cells, seconds.  Output: lines, words.
+In this file: numbers with nouns; JSON; optional packages; the pager; paths as users type them; tables with columns as
+wide as their widest cells, and durations in words; standard output.
 """
 
 from __future__ import annotations

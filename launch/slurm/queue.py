@@ -1,7 +1,10 @@
-"""Ask Slurm about given jobs: one call of squeue, and one of sacct for those that squeue no longer lists.
+"""Ask Slurm about jobs, and cancel and requeue them.
 
-Input: job ids.  Output: JobRow.  Nothing here raises if Slurm is missing or does not answer: the result then contains
-a sentence that says so.  Bounded: squeue gives up after 9 s when slurmctld is away, and this module after ANSWER_S.
+In this file: control of jobs; the job that this process is in; a look at jobs: one call of squeue, and one of sacct for
+those that squeue no longer lists; the values of both; states by the ids that Slurm shows.
+
+Input of a look: job ids.  Output: JobRow.  It does not raise if Slurm is missing or does not answer: the result then
+contains a sentence that says so.  Bounded: squeue gives up after 9 s when slurmctld is away, a look after ANSWER_S.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """All runs below some directories and in the queue, with their states; Slurm is queried once for all.
 
+In this file: finding run directories; the state of a run; what is alive; how it ended; where; evaluations; the survey.
+
 Input: directories.  Output: Survey, sorted by the last sign of activity.
 """
 

@@ -1,6 +1,8 @@
-"""What a sequence costs a trainer, in floating-point operations of one forward pass.
+"""Pack the samples of a minibatch into rows for each rank, so that all ranks have about as much to do.
 
-Input: lengths.  Output: costs.  Only ratios matter: the planner compares rows, and a backward pass doubles all of them.
+In this file: what a sequence costs, in floating-point operations of one forward pass; the planner; the rows.
+
+Of costs only ratios matter: the planner compares rows, and a backward pass doubles all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Which files a dataset consists of, and in which order.
+"""The files of a dataset, in order, and the rows that they hold.
+
+In this file: writing records; which files a dataset has; their rows, as JSON, as separated values, as tables.
 
 Input: a path, a split.  Output: files.  A directory may hold files side by side, a directory for each split, or what
 `datasets` wrote by save_to_disk (dataset_dict.json, state.json).

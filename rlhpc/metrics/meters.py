@@ -1,4 +1,7 @@
-"""Small meters: rates, event-loop lag, remaining time.
+"""Small meters of a run, and the progress line that shows some of them.
+
+In this file: busy time of an engine; how many samples a replica should hold; entries of the timeline; the progress
+line; rates, event-loop lag, remaining time.
 
 Pure except LoopLag; time is passed in, as an argument or as a clock, always monotonic seconds.  If the clock does not
 advance, the result is zero, not a division by zero.

@@ -1,4 +1,6 @@
-"""The sandbox of this reward worker, in which the code of completions runs, with the settings of its run.
+"""What code tasks share: limits beside a reference, the program in a completion, and the sandbox that runs it.
+
+In this file: limits of a reference; the last fenced block; the sandbox of this reward worker, with its run's settings.
 
 A worker learns the settings from its environment (VARIABLE), which the service sets.  The sandbox starts with the first
 program; one that fails is a verifier error, and the next program starts another.

@@ -1,7 +1,9 @@
-"""Safetensors files written tensor by tensor, with a checksum taken on the way.
+"""The tensors of a checkpoint: gathered from ranks, read in part, and written one by one with a checksum on the way.
 
-Input: tensors in a known order.  Output: files that safetensors reads.  The library's own writer wants all tensors of a
-file in memory at once; here one tensor at a time is enough, because names, types and shapes are known before.
+In this file: sharded tensors of the ranks; reading safetensors files; writing them.
+
+Input of the writer: tensors in a known order.  Output: files that safetensors reads.  The library's own writer wants
+all tensors of a file in memory at once; here one at a time is enough, because names, types and shapes are known before.
 Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes end to end.
 """
 

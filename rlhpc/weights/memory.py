@@ -1,6 +1,9 @@
-"""Memory for arriving buckets until they are loaded: a shadow in host memory, or blocks that are freed after use.
+"""Memory of weights on their way: devices, blocks of bytes, and where arriving buckets wait until they are loaded.
 
-Input: a WeightReceiver and a manifest; output: named tensors, or memory for a receiver to receive into.
+In this file: names of devices; work on one device; tensors in a block of bytes; out of memory; a shadow in host memory,
+or blocks that are freed after use.
+
+Input of the last: a WeightReceiver and a manifest; output: named tensors, or memory for a receiver to receive into.
 Guarantee: a shadow never puts more than two buckets of a version into GPU memory.
 """
 
