@@ -105,7 +105,7 @@ if "launch.cli" in sys.orig_argv and "run" in sys.orig_argv:
     if event == "exit":
         atexit.register(os.kill, os.getpid(), number)
 """
-BEFORE_ANYTHING = ("import launch.commands.run", "open train.jsonl", "os.rename launcher.json", "os.rename config.json")
+BEFORE_ANYTHING = ("import launch.checks.bias", "open train.jsonl", "os.rename launcher.json", "os.rename config.json")
 IN_THE_START = ("os.rename inputs.json", "open attempts.jsonl", "os.rename local_plan.json", "os.mkdir secrets")
 IN_A_RESUME = ("os.rename owner.json", "open attempts.jsonl", "subprocess.Popen 'controller'")
 EVERYWHERE = [*BEFORE_ANYTHING, *IN_THE_START, *IN_A_RESUME]
