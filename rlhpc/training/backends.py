@@ -1,7 +1,8 @@
 """What trainer backends have in common: one device, copies of the parameters, a state that is saved and loaded.
 
 Input: parts that a backend opens.  Output: the methods of the contract that are the same on them.  StatefulBackend
-knows nothing of layouts; on a ReplicatedBackend every rank is a replica of the model, however its state is shared out.
+knows nothing of layouts; an OptimizerBackend steps an optimiser of ours; on a ReplicatedBackend every rank is a replica
+of the model, however its state is shared out.
 """
 
 from __future__ import annotations
@@ -296,7 +297,6 @@ class StatefulBackend(TrainerBackend):
     """Backends whose constructor sets these parts."""
 
     _device: torch.device
-    _optimizer: SteppedOptimizer  # where what uses it is not overridden
     _reference: HeldParameters
     _average: WeightAverage
     _saver: StateSaver
@@ -306,11 +306,6 @@ class StatefulBackend(TrainerBackend):
     def device(self) -> str:
         """ "cpu" or "cuda"."""
         return self._device.type
-
-    @property
-    def num_steps_applied(self) -> int:
-        """Read from the optimiser, which skipped steps do not touch."""
-        return self._optimizer.num_steps_applied
 
     def hold_reference(self, memory: str) -> None:
         """See TrainerBackend; every rank holds the parameters that it has."""
@@ -376,6 +371,7 @@ class StatefulBackend(TrainerBackend):
         )
         return self._apply(sums, num_loss_tokens, learning_rate, weight_decay, max_grad_norm, may_apply)
 
+    @abstractmethod
     def _apply(
         self,
         sums: StepSums,
@@ -385,22 +381,7 @@ class StatefulBackend(TrainerBackend):
         max_grad_norm: float,
         may_apply: StepGate | None,
     ) -> StepResult:
-        """Vote, clip and step, by the gradients and metrics of all parts."""
-        if sums.divisor != num_loss_tokens:
-            self._optimizer.scale_gradients(sums.divisor / num_loss_tokens)
-        metrics, grad_norm, own_norm = self._measured(sums.metrics)
-        is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
-        is_allowed = may_apply is None or may_apply(metrics, grad_norm)
-        applied = all_ranks_agree(is_finite and is_allowed, self._device)
-        if applied:
-            self._optimizer.clip(grad_norm, max_grad_norm)
-            self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
-        is_known = applied or (is_finite and not is_allowed)
-        return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
-
-    def _measured(self, sums: MetricSums) -> tuple[dict[str, float], float, float]:
-        """Metrics and gradient norm of the step, the same on all ranks, and the norm that this one has measured."""
-        raise NotImplementedError
+        """Vote, clip and step.  sums: of all parts, divided by their estimate; num_loss_tokens: what it estimated."""
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; every number comes from the lowest rank that keeps it."""
@@ -429,9 +410,9 @@ class StatefulBackend(TrainerBackend):
         self._publish(num_steps_applied)
         write_rng(rng, self._device)
 
+    @abstractmethod
     def _zero_gradients(self) -> None:
         """Drop whatever is accumulated."""
-        self._optimizer.zero_gradients()
 
     @abstractmethod
     def _add_gradients(
@@ -450,8 +431,50 @@ class StatefulBackend(TrainerBackend):
     def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
         """Fill this rank's part of the state `into` with the checkpoint's tensors of `kind`."""
 
+    @abstractmethod
     def _publish(self, num_steps_applied: int) -> None:
         """Copy the masters that were read into the parameters, and set the step counter."""
+
+
+class OptimizerBackend(StatefulBackend):
+    """Backends that step an optimiser of ours, if every rank agrees."""
+
+    _optimizer: SteppedOptimizer
+
+    @property
+    def num_steps_applied(self) -> int:
+        """Read from the optimiser, which skipped steps do not touch."""
+        return self._optimizer.num_steps_applied
+
+    def _apply(
+        self,
+        sums: StepSums,
+        num_loss_tokens: int,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        may_apply: StepGate | None,
+    ) -> StepResult:
+        if sums.divisor != num_loss_tokens:
+            self._optimizer.scale_gradients(sums.divisor / num_loss_tokens)
+        metrics, grad_norm, own_norm = self._measured(sums.metrics)
+        is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
+        is_allowed = may_apply is None or may_apply(metrics, grad_norm)
+        applied = all_ranks_agree(is_finite and is_allowed, self._device)
+        if applied:
+            self._optimizer.clip(grad_norm, max_grad_norm)
+            self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        is_known = applied or (is_finite and not is_allowed)
+        return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
+
+    @abstractmethod
+    def _measured(self, sums: MetricSums) -> tuple[dict[str, float], float, float]:
+        """Metrics and gradient norm of the step, the same on all ranks, and the norm that this one has measured."""
+
+    def _zero_gradients(self) -> None:
+        self._optimizer.zero_gradients()
+
+    def _publish(self, num_steps_applied: int) -> None:
         self._optimizer.num_steps_applied = num_steps_applied
         self._optimizer.publish()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlhpc.config.rules import Config
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS
 from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
-from rlhpc.training.backends import HeldParameters, ReplicatedBackend, WeightAverage
+from rlhpc.training.backends import HeldParameters, OptimizerBackend, ReplicatedBackend, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import Shard
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk, sharded_on_disk
@@ -40,7 +40,7 @@ class ReferenceSettings:
     eps: float
 
 
-class ReferenceBackend(ReplicatedBackend):
+class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
     """Data parallelism by one all-reduce of one flat float32 gradient."""
 
     _optimizer: FlatAdamW

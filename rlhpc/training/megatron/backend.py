@@ -32,7 +32,7 @@ from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ParallelLayout
 from rlhpc.protocol.contracts import PolicyLoss
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
-from rlhpc.training.backends import HeldParameters, NoneOrRows, StatefulBackend, StepSums, WeightAverage
+from rlhpc.training.backends import HeldParameters, NoneOrRows, OptimizerBackend, StepSums, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import gather_stream
 from rlhpc.training.logprob import MetricSums, all_but_first, of_row, plain_row, sums_over_ranks, token_row
@@ -226,7 +226,7 @@ def _finish_sums(chunks: list[Any], num_tokens: Tensor | None, **keywords: Any) 
 LEAD_RANK = 0
 
 
-class MegatronBackend(StatefulBackend):
+class MegatronBackend(OptimizerBackend):
     """One rank's part of the model; the process groups of this process belong to it until close()."""
 
     _optimizer: MegatronAdamW
