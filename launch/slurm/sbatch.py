@@ -24,6 +24,7 @@ from rlhpc.base.patience import Deadline
 
 ANSWER_S = 50.0  # of sbatch; a job that starts at once waits RECORDED_S for its record (launch/supervisor)
 LOOK_AGAIN_S = 4.0  # slurmctld may accept a request some time after it failed to answer it
+REPEAT_S = 5.0  # between two tries of sbatch while slurmctld is away
 LOOK_PATIENCE_S = 20.0
 # Messages of sbatch when its request was sent and the answer lost; slurmctld may have accepted the job.
 _LOST = ("timed out", "Zero Bytes were transmitted", "send failure", "receive failure", "shutdown failure",
@@ -63,7 +64,7 @@ def submit_script(
                     raise KeyboardInterrupt(str(error)) from error
                 if isinstance(error, MayBeQueued) or not is_away(error) or deadline.is_over:
                     raise
-            time.sleep(min(5.0, max(0.1, deadline.left_s)))
+            time.sleep(min(REPEAT_S, max(0.1, deadline.left_s)))
         if not ctrl_c.has_come:
             try:
                 record(job_id)

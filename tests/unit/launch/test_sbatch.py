@@ -79,6 +79,7 @@ class FakeSlurm:
 def fake(tmp_path, monkeypatch) -> FakeSlurm:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(sbatch, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(sbatch, "REPEAT_S", 0.1)
     monkeypatch.setattr(sbatch, "LOOK_PATIENCE_S", 0.0)
     return FakeSlurm(tmp_path)
 
@@ -111,7 +112,7 @@ def test_sbatch_is_repeated_only_after_squeue_has_said_that_there_is_no_job(fake
     assert len(fake.calls("squeue")) == 2, "a request that was lost is no job, and that is asked twice"
     again = f"if [ $(wc -l < {fake.here}/sbatch.calls) = 2 ]; then echo '{TIMED_OUT}' >&2; exit 1; fi; echo 5"
     fake.program("sbatch", again)
-    assert submit_script(fake.script, record=lambda _: None, patience_s=0.5) == 5
+    assert submit_script(fake.script, record=lambda _: None, patience_s=30.0) == 5
     assert (len(fake.calls("sbatch")), len(fake.calls("squeue"))) == (3, 4)
 
 
