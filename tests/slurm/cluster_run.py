@@ -7,6 +7,7 @@ that its supervisors and roles have said.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,6 +25,11 @@ from tests.ring.run_kit import ROOT, Lab, command_environment, summary_of, to_to
 LASTING = {"data": {"task": "tests.ring.ring_rewards:slow_parity"}}
 # Of one that does not end before the test stops it, however fast the machine: for what is done to it on its way.
 ENDLESS = {"num_steps": 100_000}
+
+
+def short_limit() -> str:
+    """The shortest time limit that Slurm has, or one that outlasts a start here: at a load of 80 that takes 45 s."""
+    return f"0:{1 + int(os.getloadavg()[0] // 30):02}:00"
 
 
 def held_by(gate: Path) -> dict[str, dict[str, Any]]:

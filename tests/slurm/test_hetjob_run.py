@@ -15,7 +15,16 @@ import torch
 from launch.private_slurm.cluster import DevCluster
 from rlhpc.training.checkpoint_directory import latest_complete
 from tests.ring.run_kit import Lab
-from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, held_by, role_pids, trained_in_vain
+from tests.slurm.cluster_run import (
+    ENDLESS,
+    LASTING,
+    SlurmRun,
+    assert_whole,
+    held_by,
+    role_pids,
+    short_limit,
+    trained_in_vain,
+)
 from tests.slurm.faults import crash_node, start_controller, start_node, stop_controller
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
@@ -68,7 +77,7 @@ def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster
         "het-walltime",
         run=ENDLESS,
         checkpoint={"every_steps": 1000},
-        site={"common": {"time": "0:01:00"}},
+        site={"common": {"time": short_limit()}},
         data={"task": "tests.ring.ring_rewards:very_slow_parity"},  # a minute of steps as fast as can be is one of CPU
     )
     run.submit()

@@ -17,7 +17,7 @@ import pytest
 from launch.private_slurm.cluster import DevCluster
 from tests.faults.refusing_disk import COMPILER, ERRORS, KINDS, RefusingDisk
 from tests.ring.run_kit import Lab
-from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, role_pids
+from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, role_pids, short_limit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
 NUM_INSTANTS = int(os.environ.get("RLHPC_TEST_INSTANTS", "3"))  # of a disk that refuses
@@ -158,7 +158,7 @@ def test_a_trainer_that_never_comes_is_named_and_nobody_waits_for_ever(slurm: De
 def test_a_site_without_requeue_is_served_by_successors(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
         slurm, lab, "end-successor", run=ENDLESS, checkpoint={"every_steps": 1000},
-        site={"cluster": {"continuation": "successor"}, "common": {"time": "0:01:00"}}, **LASTING,
+        site={"cluster": {"continuation": "successor"}, "common": {"time": short_limit()}}, **LASTING,
     )  # fmt: skip
     run.submit()
     first = run.jobs["hetjob"]

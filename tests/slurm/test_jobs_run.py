@@ -11,7 +11,7 @@ import pytest
 from launch.private_slurm.cluster import DevCluster
 from tests.ring.run_kit import Lab, last_scalar
 from tests.slurm.cluster_kit import submit, wait_state
-from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, role_pids, trained_in_vain
+from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, role_pids, short_limit, trained_in_vain
 from tests.slurm.faults import crash_node, start_node
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
@@ -59,7 +59,7 @@ def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster
 
 @pytest.mark.long
 def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: DevCluster, lab: Lab) -> None:
-    short = {"time": "0:01:00"}
+    short = {"time": short_limit()}
     run = jobs_run(
         slurm, lab, "jobs-short", site={"trainer": short, "generation": short}, checkpoint={"every_steps": 1000}
     )
