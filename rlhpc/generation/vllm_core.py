@@ -575,7 +575,9 @@ class CoreThread(RunningCore):
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
-    if error is not None:
+    if isinstance(error, StopIteration):  # which no future takes
+        future.set_exception(CoreDied(repr(error)))
+    elif error is not None:
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -175,6 +175,14 @@ async def test_a_core_that_cannot_be_made_says_why() -> None:
         CoreThread(None, refuse, lambda *_: None)
 
 
+async def test_a_call_that_runs_out_of_items_fails_and_is_not_waited_for(thread: CoreThread) -> None:
+    """next() of nothing, somewhere in vLLM: no future takes a StopIteration."""
+    core_of(thread).collective_rpc = lambda method, args: next(iter(()))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(CoreDied, match="StopIteration"):
+            await thread.collective_rpc("anything")
+
+
 async def test_shutdown_ends_thread_and_core_and_fails_what_waits(thread: CoreThread) -> None:
     core, running = core_of(thread), asyncio.create_task(sample(thread, "r", 10**9))
     await asyncio.sleep(0)
