@@ -37,6 +37,11 @@ from rlhpc.protocol.errors import RlhpcError
 Sleep = Callable[[float], object]  # seconds
 
 
+def pause(seconds: float) -> None:
+    """Sleep by the clock of this module, which may be a simulated one."""
+    time.sleep(seconds)
+
+
 class Deadline:
     """The end of a wait that begins now."""
 
@@ -60,14 +65,14 @@ class Deadline:
         """Whether no time is left."""
         return self.passed_s >= self.limit_s
 
-    def polls(self, every_s: float, sleep: Sleep = time.sleep) -> Iterator[None]:
+    def polls(self, every_s: float, sleep: Sleep = pause) -> Iterator[None]:
         """Yield at once, and then after every pause of `every_s` that begins before the end."""
         yield
         while not self.is_over:
             sleep(every_s)
             yield
 
-    def wait_for(self, is_so: Callable[[], bool], every_s: float, sleep: Sleep = time.sleep) -> bool:
+    def wait_for(self, is_so: Callable[[], bool], every_s: float, sleep: Sleep = pause) -> bool:
         """Poll until the condition is true; False: not in time."""
         return any(is_so() for _ in self.polls(every_s, sleep))
 
@@ -196,7 +201,7 @@ def patiently(
     *,
     is_there: bool = True,
     limit_s: Optional[float] = None,  # noqa: UP045  Python 3.9
-    sleep: Sleep = time.sleep,
+    sleep: Sleep = pause,
     is_over: Callable[[], bool] = _never,
 ) -> Result:
     """Return what `do` returns, called again with growing pauses while the file system refuses.
@@ -210,7 +215,7 @@ def patiently(
 
 
 def _patiently(
-    do: Callable[[], Result], patience: _Repeating, sleep: Sleep = time.sleep, is_over: Callable[[], bool] = _never
+    do: Callable[[], Result], patience: _Repeating, sleep: Sleep = pause, is_over: Callable[[], bool] = _never
 ) -> Result:
     while True:
         try:

@@ -162,6 +162,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self._now_s
 
+    def block(self, seconds: float) -> None:
+        """A callback sleeps: the clock goes on, and nothing else does."""
+        self._now_s += seconds
+
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
         handle = _Handle(callback, args, context)
         if not self._is_closed:

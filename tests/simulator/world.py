@@ -18,12 +18,14 @@ from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from launch.run_directory.prepare import num_attempts
 from launch.verify.audit import audit_run
 from launch.verify.evidence import Depth
+from rlhpc.base import patience
 from rlhpc.base.patience import LONGEST_PAUSE_S
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash, write_resolved
@@ -105,7 +107,9 @@ class World:
         """Let it happen."""
         problem = ""
         in_a_thread = patch.object(batches, "SMALL_BATCH_TOKENS", 0 if self.seed % 2 else 1 << 14)
-        with self.disk.installed(), in_silence(), in_a_thread:
+        clock = SimpleNamespace(sleep=self.loop.block, monotonic=self.loop.time)
+        of_calls_that_block = patch.object(patience, "time", clock)
+        with self.disk.installed(), in_silence(), in_a_thread, of_calls_that_block:
             try:
                 self._found()
                 self.loop.run(self._live(), LIMIT_S)
