@@ -130,7 +130,7 @@ class DiskLane:
     @property
     def unfinished(self) -> set[asyncio.Future[Any]]:
         """The jobs that were given and are not done."""
-        return set(self._unfinished)
+        return {job for job in self._unfinished if not job.done()}
 
     async def run(self, job: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Do a job after all that were given before it, and return what it returns.  Raises what it raises.
