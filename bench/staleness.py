@@ -34,7 +34,7 @@ import numpy as np
 from bench.demo_runs import GOAL, Rewards, complete_run, known, make_demo_model, mean_and_deviation, trained_metrics
 from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
-from rlhpc.algorithms.guard import effective_sample_share
+from rlhpc.algorithms.figures import effective_sample_share
 from rlhpc.base.run_directory import RunLayout
 
 METHODS: dict[str, tuple[str, ...]] = {

@@ -244,7 +244,8 @@ def main() -> int:
         files = sum(map(len, rooms.values()))
         round_about = ", ".join(sorted(in_circles(pairs))) or "none"
         print(
-            f"{house}: {files} files, {lines:,} lines, {len(rooms)} rooms, {len(pairs)} arrows; circles: {round_about}"
+            f"{house}: {files} files, {lines:,} lines, {len(rooms)} rooms, {len(pairs)} arrows; "
+            f"in circles, imports for types included: {round_about}"
         )
         for room, modules in sorted(rooms.items()):
             print(f"    {room:<18}{len(modules):>4} files {sum(num_lines[module] for module in modules):>6,} lines")

@@ -7,10 +7,10 @@ Input of the choice: GroupRecord, in order of admission.  Output: ids of a batch
 a part of one, with which a step may begin.  Pure.
 
 Each group has a last batch that it may be in (`GroupRecord.due`).  A batch takes finished groups, those due first.  It
-may skip an unfinished one while that has batches left with room for all groups that need them: for each k, at most
-k · groups_per_step groups that are due within the next k batches are left.  That is Hall's condition: if it holds,
-taking the earliest due groups first meets every due date.  A part of a batch leaves places in it, which count as room.
-docs/staleness.md has the proof.
+may skip an unfinished one, a straggler, while that has batches left with room for all groups that need them: for each
+k, at most k · groups_per_step groups that are due within the next k batches are left.  That is Hall's condition: if it
+holds, taking the earliest due groups first meets every due date.  A part of a batch leaves places in it, which count as
+room.  docs/staleness.md has the proof.
 """
 
 from __future__ import annotations

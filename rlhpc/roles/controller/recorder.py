@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhpc.algorithms.guard import (
+from rlhpc.algorithms.figures import (
     age_figures,
     completion_lengths,
     effective_sample_share,

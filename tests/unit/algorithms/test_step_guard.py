@@ -12,6 +12,13 @@ import numpy as np
 import pytest
 from algorithm_rows import group, rollout, scored
 
+from rlhpc.algorithms.figures import (
+    effective_sample_share,
+    length_figures,
+    reward_figures,
+    staleness,
+    staleness_figures,
+)
 from rlhpc.algorithms.guard import (
     AS_BEFORE,
     MIN_NORMS,
@@ -20,13 +27,8 @@ from rlhpc.algorithms.guard import (
     GuardDecision,
     StepGuard,
     broken,
-    effective_sample_share,
     guarded_figures,
-    length_figures,
     refusal,
-    reward_figures,
-    staleness,
-    staleness_figures,
 )
 from rlhpc.config.tables_algorithm import GuardConfig
 from rlhpc.protocol.types import FinishReason, StepLimits, Verdict

@@ -79,6 +79,10 @@ def test_who_ended_a_job_what_waits_and_what_is_held_are_told_apart():
     assert {state.name for state in held} == {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "LAUNCH_FAILED"}
     assert all("scontrol release" in state.sentence or "rlhpc stop" in state.sentence for state in held)
     assert named("waiting") == {"PENDING", "REQUEUED", "REQUEUE_FED", "EXPEDITING", "RECONFIG_FAIL"}
+    assert named("on nodes") == {
+        "RUNNING", "SUSPENDED", "CONFIGURING", "POWER_UP_NODE", "RESIZING", "SIGNALING", "STOPPED"
+    }  # fmt: skip
+    assert named("ending") == {"COMPLETING", "STAGE_OUT", "UPDATE_DB"}
     assert all(state.is_restarted_by_slurm for state in STATES if state.life is JobStage.WAITING)
     assert state_of("SUSPENDED").is_restarted_by_slurm
     assert not state_of("STOPPED").is_restarted_by_slurm
