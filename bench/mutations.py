@@ -36,6 +36,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 LIMIT_S = 600.0  # for the tests of one bug; they take seconds, but machines may be busy
+HANGS_S = 180.0  # of one test: it waits for what the bug has taken away
 # What fails like this shows that the replacement is malformed, not that a test has noticed what it does.
 MALFORMED = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
 NO_FAILURE = "", "all tests pass"
@@ -222,7 +223,7 @@ def _first_failure(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
     report = tree.parent / f"{tree.name}.xml"
     report.unlink(missing_ok=True)
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
-    words += [f"--junitxml={report}"]
+    words += [f"--junitxml={report}", f"--timeout={HANGS_S:g}"]
     process = subprocess.Popen(
         [*words, f"--basetemp={tree.parent / f't{tree.name}'}", *tests],
         cwd=tree,

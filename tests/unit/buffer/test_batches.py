@@ -165,6 +165,14 @@ def test_it_waits_only_where_every_choice_would_leave_somebody_behind(
     assert chosen is None or is_sound(tuple(chosen))
 
 
+def test_a_part_takes_no_place_that_a_group_due_in_its_batch_needs() -> None:
+    """Two places: of the groups due in this batch none, one or two are in flight, and two younger ones are finished."""
+    for num_due, part in ((0, [3]), (1, [3]), (2, [])):
+        due = [record(group_id, 0, is_finished=False) for group_id in range(num_due)]
+        younger = [record(group_id, 2, is_finished=True) for group_id in (3, 4)]
+        assert choose_part([*due, *younger], 2, 0, 2, NO_WINDOW) == part
+
+
 # ------------------------------------------------------------------------------- What the defaults of admission rest on
 
 
