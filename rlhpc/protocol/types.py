@@ -240,6 +240,18 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterForm:
+    """What a version means whose tensors are LoRA adapters: W + scale · B A in each adapted layer.
+
+    Tensors are named MODULE.lora_A.weight, float32 [rank, in], and MODULE.lora_B.weight, float32 [out, rank].
+    """
+
+    rank: int
+    scale: float  # not contained in B
+    base: str  # digest of the frozen weights that the adapters belong to; "": not known
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
     """Contents of a weight broadcast.  Made by weights/; a pure function of specs and bucket size."""
 
@@ -247,6 +259,7 @@ class WeightManifest:
     epoch: int  # membership epoch whose group receives it
     tensors: tuple[TensorSpec, ...]  # in broadcast order
     bucket_ends: tuple[int, ...]  # bucket b holds tensors[bucket_ends[b-1] : bucket_ends[b]]
+    adapter: AdapterForm | None = None  # None: tensors are whole weights
 
 
 @dataclass(frozen=True, slots=True)

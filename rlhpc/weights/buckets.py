@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhpc.protocol.errors import TornWeights
-from rlhpc.protocol.types import TensorSpec, WeightManifest
+from rlhpc.protocol.types import AdapterForm, TensorSpec, WeightManifest
 
 # -------------------------------------------------------------------------------------------------------------- buckets
 
@@ -55,9 +55,15 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[int, .
     return tuple(ends)
 
 
-def make_manifest(policy_version: int, epoch: int, specs: Sequence[TensorSpec], bucket_bytes: int) -> WeightManifest:
-    """Describe a broadcast of all `specs`, in their order."""
-    return WeightManifest(policy_version, epoch, tuple(specs), plan_buckets(specs, bucket_bytes))
+def make_manifest(
+    policy_version: int,
+    epoch: int,
+    specs: Sequence[TensorSpec],
+    bucket_bytes: int,
+    adapter: AdapterForm | None = None,
+) -> WeightManifest:
+    """Describe a broadcast of all `specs`, in their order.  adapter: what they mean where they are adapters."""
+    return WeightManifest(policy_version, epoch, tuple(specs), plan_buckets(specs, bucket_bytes), adapter)
 
 
 def buckets_of(manifest: WeightManifest) -> tuple[Bucket, ...]:
@@ -75,8 +81,10 @@ def manifest_bytes(manifest: WeightManifest) -> int:
 
 
 def layout_digest(manifest: WeightManifest) -> int:
-    """63 bits that differ when names, dtypes, shapes, order or buckets differ; the version does not count."""
+    """63 bits that differ when names, dtypes, shapes, order, buckets or the form differ; the version does not count."""
     text = repr([(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.tensors]) + repr(manifest.bucket_ends)
+    if (form := manifest.adapter) is not None:  # as many adapters of another scale are other weights
+        text += repr((form.rank, form.scale, form.base))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 

@@ -78,7 +78,7 @@ STAGES = {
     "metrics": set(),
 }
 # Everywhere: array types, which say nothing about a stage, and the way of the weights, which crosses two stages.
-_ANYWHERE = {"Int32", "Float32", "Bool", "UInt8", "WeightGroup", "WeightManifest", "TensorSpec"}
+_ANYWHERE = {"Int32", "Float32", "Bool", "UInt8", "WeightGroup", "WeightManifest", "TensorSpec", "AdapterForm"}
 
 MAX_FILE_LINES = 800  # one idea that a person would look up by name: 150 to 700 lines are normal
 MAX_FUNCTION_LINES = 60

@@ -18,6 +18,7 @@ from rlhpc.protocol import messages as m
 from rlhpc.protocol.errors import ProtocolError
 from rlhpc.protocol.messages import BATCHES, CONTROL, TOPOLOGY
 from rlhpc.protocol.types import (
+    AdapterForm,
     Bool,
     FinishReason,
     Float32,
@@ -115,6 +116,7 @@ MESSAGES = [
     m.LeaseReturn(1, (0, 1), (None, lease().prefixes[1]), "draining", 0),
     m.RewardRequest(1 << 40, "math", "x" * 5_000_000, ""),  # a head of more than one frame
     m.ReceiveWeights(WeightManifest(1, 2, (TensorSpec("w", "bfloat16", (2, 3)),), (1,))),
+    m.ReceiveWeights(WeightManifest(1, 2, (TensorSpec("w", "float32", (2, 3)),), (1,), AdapterForm(8, 0.5, "ab"))),
     m.SaveReport(step=2, seconds=0.5),
 ]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.protocol.types import HeldChecksum, TensorSpec, WeightManifest
+from rlhpc.protocol.types import AdapterForm, HeldChecksum, TensorSpec, WeightManifest
 from rlhpc.weights.buckets import (
     ALIGNMENT_BYTES,
     buckets_of,
@@ -88,6 +88,14 @@ def test_the_digest_tells_layouts_apart_but_not_versions() -> None:
     assert digest != layout_digest(make_manifest(1, 1, specs, 16))
     assert digest != layout_digest(make_manifest(1, 1, [spec(4, "a"), TensorSpec("b", "bfloat16", (8,))], 64))
     assert 0 <= digest < 1 << 63
+
+
+@pytest.mark.parametrize("other", [None, AdapterForm(4, 0.5, "b"), AdapterForm(8, 1.0, "b"), AdapterForm(8, 0.5, "c")])
+def test_the_digest_tells_what_the_same_tensors_mean(other: AdapterForm | None) -> None:
+    specs, form = [spec(4, "a.lora_A.weight")], AdapterForm(8, 0.5, "b")
+    digest = layout_digest(make_manifest(1, 1, specs, 64, form))
+    assert digest == layout_digest(make_manifest(2, 1, specs, 64, form))
+    assert digest != layout_digest(make_manifest(1, 1, specs, 64, other))
 
 
 # ------------------------------------------------------------------------------------------------------------- checksum
