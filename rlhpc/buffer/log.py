@@ -3,11 +3,14 @@
     NAME_000000.log, NAME_000001.log …
 
     bytes 0–1023   "rlhpc log", newline, JSON of a FileHead, newline, its CRC32 as eight hexadecimal digits, zeros
-    records        b"RLHP" │ crc32 u32 │ bytes u32 │ attempt u32 │ message, a multiple of 8 bytes
+    records        b"RLHP" or b"RLHS" │ crc32 u32 │ bytes u32 │ attempt u32 │ message, a multiple of 8 bytes
 
 The checksum covers all that follows it.  A message is a dataclass as transport/codec.py encodes it in one piece, with a
 sequence number.  All numbers are little-endian.  The first bytes are for people and for other versions: a file in which
 they are damaged is read all the same.
+"RLHS" (synced) says that everything before it was on disk when it was written: so begins every write, and a record
+without a message says it at the end of what a file begins with, and of a file that was closed.  Damage behind the last
+of them is a write that a crash cut short, and nobody was told of its records; any other damage came later.
 Guarantees: what `append` has returned from survives the death of this process and of its machine.  A failed write
 changes nothing that was durable, and the next one goes to the same place.  A damaged record costs itself: the next
 whole one is found by its first four bytes, which begin at a multiple of 8.  What is read is what was written.
@@ -38,14 +41,14 @@ from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import JournalError, ProtocolError
 from rlhpc.transport.codec import Codec
 
-SCHEMA = 1
+SCHEMA = 2
 MAGIC = b"rlhpc log\n"
 HEAD_BYTES = 1024
-MARK = b"RLHP"  # neither a token id nor a log-probability looks like this
+MARK, SYNCED = b"RLHP", b"RLHS"  # neither a token id nor a log-probability looks like one of them
 _LEAD = struct.Struct("<4s3I")  # mark, checksum, bytes of the message, attempt
 _CRC = struct.Struct("<I")
 _CRC_AT, _CRC_END = 4, 8
-_MARK_WORD = np.frombuffer(MARK, "<u4")[0]
+_MARK_WORD, _SYNCED_WORD = np.frombuffer(MARK + SYNCED, "<u4")
 _MOST_BUFFERS = 512  # of one system call; the limit is 1,024
 
 
@@ -88,8 +91,9 @@ class LogKind:
 class FramedRecord(NamedTuple):
     """A record of a file, as what is to be written one after the other."""
 
+    head: bytearray
     pieces: Sequence[Any]
-    num_bytes: int
+    num_bytes: int  # of all
 
 
 class LogEncoder:
@@ -107,7 +111,21 @@ class LogEncoder:
         for piece in pieces:
             crc = crc32(piece, crc)
         _CRC.pack_into(head, _CRC_AT, crc)
-        return FramedRecord([head, *pieces], _LEAD.size + num_bytes)
+        return FramedRecord(head, pieces, _LEAD.size + num_bytes)
+
+
+def _one_write(records: Sequence[FramedRecord]) -> list[Any]:
+    """The pieces of records that are written at once, the first of which says that what is before it was synced."""
+    if records:
+        records[0].head[: len(SYNCED)] = SYNCED
+    return [piece for record in records for piece in (record.head, *record.pieces)]
+
+
+def _synced(attempt: int) -> bytes:
+    """A record without a message: what is before it was synced."""
+    lead = bytearray(_LEAD.pack(SYNCED, 0, 0, attempt))
+    _CRC.pack_into(lead, _CRC_AT, crc32(memoryview(lead)[_CRC_END:]))
+    return bytes(lead)
 
 
 class LogWriter:
@@ -143,7 +161,7 @@ class LogWriter:
                 files = self._kind.numbered(self._directory)
                 number = files[-1][0] + 1 if files else 0
             head = FileHead(self._kind.name, self._run_name, self._attempt, first, self._wall_clock())
-            block = b"".join([_head_block(head), *(piece for each in records for piece in each.pieces)])
+            block = b"".join([_head_block(head), *_one_write(records), _synced(self._attempt)])
             self._descriptor = make_file(self._kind.path(self._directory, number), block, self._fence)
             self.refuse_if_lost()
         self.num_bytes = len(block)
@@ -158,18 +176,20 @@ class LogWriter:
         with self.writing():
             if self._descriptor is None:
                 raise OSError("there is no file to append to")
-            write_at(self._descriptor, self.num_bytes, [piece for each in records for piece in each.pieces], num_bytes)
+            write_at(self._descriptor, self.num_bytes, _one_write(records), num_bytes)
             os.fdatasync(self._descriptor)
             self.refuse_if_lost()  # after the write: a later owner will find it
         self.num_bytes += num_bytes
 
     def close(self) -> None:
-        """Close the file.  Idempotent."""
-        self.num_bytes = 0
+        """Close the file, whose records are on disk.  Idempotent."""
         if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # without it, damage of the last write would pass for a crash
+                os.pwrite(self._descriptor, _synced(self._attempt), self.num_bytes)
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
+        self.num_bytes = 0
 
     def refuse_if_lost(self) -> None:
         """Raise OwnershipLost if another attempt owns the run directory; OSError if the disk does not say who does."""
@@ -246,7 +266,7 @@ class LogContent:
     head: FileHead
     places: list[tuple[int, int]]  # (first byte, end) of each record
     damage: list[tuple[int, int]]  # (first byte, end) of everything that is no record
-    is_torn: bool  # whether the only damage is at the end, as when its writer died while writing
+    is_torn: bool  # whether all damage is within the last write, as when its writer died while writing
     _data: memoryview
     _first: int  # byte of the file at which the data begin
     _codec: Codec
@@ -293,11 +313,11 @@ def read_log(
         first = max(start, HEAD_BYTES)
         mapped = _mapping(descriptor) if is_mapped else None
         data = _read_from(descriptor, first) if mapped is None or is_verified else mapped[first:]
-        places, damage = _find_records(data, first, is_verified=is_verified)
+        places, damage, synced = _find_records(data, first, is_verified=is_verified)
         if head is None:
             damage.insert(0, (0, HEAD_BYTES))
             head = FileHead(kind.name, "", _attempt_of(path, data, places, first))
-        is_torn = len(damage) == 1 and damage[0][1] == first + len(data)
+        is_torn = bool(damage) and damage[0][0] >= synced
         if mapped is not None:
             data, first = mapped, 0
         return LogContent(path, head, places, damage, is_torn, data.data, first, Codec(kind.messages), is_verified)
@@ -370,28 +390,32 @@ def _read_from(descriptor: int, start: int) -> NDArray[np.uint8]:
 
 def _find_records(
     data: NDArray[np.uint8], start: int, *, is_verified: bool
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Places in the file of the records of its bytes from `start` on, and of what is between and behind them."""
-    view, at, known = data.data, 0, 0  # known: the end of the last record
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
+    """Of the bytes from `start` on: places of records; of what is between and behind them; up to where all was synced."""
+    view, at, known, synced = data.data, 0, 0, 0  # known: the end of the last record
     places, damage = list[tuple[int, int]](), list[tuple[int, int]]()
     marks: Iterator[int] = iter(())
     while at + _LEAD.size <= len(view):
         mark, crc, length, _ = _LEAD.unpack_from(view, at)
         end = at + _LEAD.size + length
-        is_whole = mark == MARK and length % 8 == 0 and end <= len(view)
+        is_whole = mark in (MARK, SYNCED) and length % 8 == 0 and end <= len(view)
         if is_whole and (not is_verified or crc32(view[at + _CRC_END : end]) == crc):
             if at > known:
                 damage.append((start + known, start + at))
-            places.append((start + at, start + end))
+            if mark == SYNCED:
+                synced = at
+            if length:
+                places.append((start + at, start + end))
             at = known = end
             continue
         if at == known:
             words = data[known : len(data) // 8 * 8].view("<u4")[::2]
-            marks = iter((known + 8 * np.flatnonzero(words[1:] == _MARK_WORD) + 8).tolist())
+            is_mark = (words[1:] == _MARK_WORD) | (words[1:] == _SYNCED_WORD)
+            marks = iter((known + 8 * np.flatnonzero(is_mark) + 8).tolist())
         at = next(marks, len(view))
     if data[known:].any():  # zeros: a length that was on disk before the bytes
         damage.append((start + known, start + len(data)))
-    return places, damage
+    return places, damage, start + synced
 
 
 def _mapping(descriptor: int) -> NDArray[np.uint8] | None:

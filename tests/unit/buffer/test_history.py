@@ -477,6 +477,7 @@ def test_a_batch_that_is_not_whole_cannot_be_taken_again(layout: RunLayout) -> N
 
 def test_a_damaged_event_costs_no_rollout(layout: RunLayout) -> None:
     buffer = begin_with_groups(layout)
+    journal_of(buffer).commit()
     finish(buffer, 0, 1, 2)
     train(buffer, 0)
     journal_of(buffer).commit()

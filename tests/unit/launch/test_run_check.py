@@ -32,7 +32,7 @@ from rlhpc.buffer.log import read_log
 from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.protocol.errors import EXIT_CONFIG
-from tests.unit.buffer.log_files import flip_at, flip_in_record, write_anew
+from tests.unit.buffer.log_files import flip_at, flip_in_record, reopen, write_anew
 from tests.unit.buffer.rollout_samples import ManualClock, make_draft, make_group, make_record, make_scored, piece_of
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import flip_one_bit, save
@@ -156,7 +156,7 @@ def test_a_sound_run_is_sound_and_untouched(layout, capsys):
         (lambda run: write_segments(run, range(4, 6), 3), "segments", "twice: 4, 5"),
         (lambda run: flip_in_record(journal(run, 1), JOURNAL, 3), "journal", "journal_000001.log: bytes 1"),
         (lambda run: flip_at(journal(run, 1), 30), "journal", "journal_000001.log: bytes 0 to 1024 are damaged"),
-        (lambda run: flip_in_record(journal(run, 1), JOURNAL, 0), "journal", "journal_000001.log: bytes 1024 to"),
+        (lambda run: flip_in_record(journal(run, 1), JOURNAL, 0), "journal", "journal_000001.log: bytes 1040 to"),
         (lambda run: flip_in_record(journal(run, 0), JOURNAL, -1), "journal", "journal_000001.log: rollout 5"),
         (lambda run: flip_at(journal(run, 2), 40), "journal", "journal_000002.log: bytes 0 to 1024 are damaged"),
         (lambda run: journal(run, 1).write_bytes(b"x" * 9000), "journal", "_000001.log is not a log"),
@@ -271,6 +271,7 @@ def notes(layout: RunLayout) -> list[tuple[str, str]]:
 def test_what_a_killed_process_left_half_written_is_a_remark(layout):
     places = read_log(journal(layout, 2), JOURNAL).places  # a prompt and two rollouts
     (first, _), (_, last) = places[-2:]
+    reopen(journal(layout, 2))
     for index in (2, 1):
         flip_in_record(journal(layout, 2), JOURNAL, index)
     end = events(layout, 0).stat().st_size
@@ -320,6 +321,7 @@ def test_a_run_that_begins_over_admits_its_groups_anew(layout):
 
 
 def test_the_half_written_end_of_partial_rollouts_is_no_damage(layout):
+    reopen(partials(layout))
     os.truncate(partials(layout), partials(layout).stat().st_size - 5)
     rows = [row for row in check_run(layout, lambda text: None) if row.part == "partials"]
     assert [row.verdict for row in rows] == [FileVerdict.NOTE, FileVerdict.SOUND]
