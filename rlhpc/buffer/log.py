@@ -391,7 +391,7 @@ def _read_from(descriptor: int, start: int) -> NDArray[np.uint8]:
 def _find_records(
     data: NDArray[np.uint8], start: int, *, is_verified: bool
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
-    """Of the bytes from `start` on: where records are; what is no record; up to where all was synced."""
+    """Find records in the bytes from `start` on, what is none, and up to where all was synced."""
     view, at, known, synced = data.data, 0, 0, 0  # known: the end of the last record
     places, damage = list[tuple[int, int]](), list[tuple[int, int]]()
     marks: Iterator[int] = iter(())
