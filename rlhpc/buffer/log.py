@@ -146,6 +146,7 @@ class LogWriter:
         self._run_name, self._attempt = run_name, attempt
         self._descriptor: int | None = None
         self.num_bytes = 0  # of the file that are on disk; 0: none is open
+        self._has_failed = False  # whether the last write did: its records may stand behind them
 
     def begin(self, number: int | None = None, first: int = 0, records: Sequence[FramedRecord] = ()) -> None:
         """Make a file that begins with these records: with that number, or the one after the last.
@@ -176,20 +177,26 @@ class LogWriter:
         with self.writing():
             if self._descriptor is None:
                 raise OSError("there is no file to append to")
+            self._has_failed = True
             write_at(self._descriptor, self.num_bytes, _one_write(records), num_bytes)
             os.fdatasync(self._descriptor)
             self.refuse_if_lost()  # after the write: a later owner will find it
+        self._has_failed = False
         self.num_bytes += num_bytes
 
     def close(self) -> None:
-        """Close the file, whose records are on disk.  Idempotent."""
+        """Close the file.  Idempotent.
+
+        After a failed write nothing is written behind what is on disk: another attempt may have read its records.
+        """
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # without it, damage of the last write would pass for a crash
-                os.pwrite(self._descriptor, _synced(self._attempt), self.num_bytes)
+            if not self._has_failed:
+                with contextlib.suppress(OSError):  # without it, damage of the last write would pass for a crash
+                    os.pwrite(self._descriptor, _synced(self._attempt), self.num_bytes)
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
-        self.num_bytes = 0
+        self.num_bytes, self._has_failed = 0, False
 
     def refuse_if_lost(self) -> None:
         """Raise OwnershipLost if another attempt owns the run directory; OSError if the disk does not say who does."""

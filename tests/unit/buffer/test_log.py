@@ -319,9 +319,12 @@ def test_whoever_lost_the_run_directory_appends_and_begins_nothing(tmp_path: Pat
     with pytest.raises(OwnershipLost):
         append(writer, range(3, 5))
     assert writer.num_bytes == on_disk
+    (path,) = KIND.paths(layout.rollouts)
+    assert numbers_of(path) == [*range(5)]  # the next owner may have read them before it said that it is the owner
     with pytest.raises(OwnershipLost):
         writer.begin()
-    assert len(KIND.paths(layout.rollouts)) == 1
+    assert KIND.paths(layout.rollouts) == [path]
+    assert numbers_of(path) == [*range(5)]
 
 
 def test_a_disk_that_does_not_even_say_who_owns_the_run_is_a_failed_write(tmp_path: Path) -> None:
