@@ -81,7 +81,7 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         f"admission   {counted(admission.num_slots, 'slot')}, {_describe_window(config.window_groups)}; "
         f"staleness never above {admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
         f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
-        f"learning rate {trainer.learning_rate:g}{_describe_fall(trainer)}",
+        f"learning rate {config.stepped.learning_rate:g}{_describe_fall(trainer)}",
         _describe_algorithm(config),
         *_describe_critic(config),
         f"generation  {generation.engine}, {counted(generation.num_replicas, 'replica')}, "

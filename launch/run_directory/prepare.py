@@ -228,6 +228,7 @@ SHAPES_STEPS = (
     "composite.",
     "instructions.",
     "shaping.",
+    "lora.",
 )  # a repeated step would differ; without the curriculum, the prompts that it left out would be missed
 # Of these sections: a step is the same, but for rounding.
 SHAPES_NOTHING = {
@@ -287,10 +288,12 @@ def _shapes_nothing(key: str) -> bool:
 
 log = logging.getLogger("rlhpc.run_directory")
 
-# A checkpoint depends on these: prompt order, weights, and a ledger whose groups were admitted under these bounds.
+# A checkpoint depends on these: prompt order, weights or adapters, and a ledger whose groups were admitted under these
+# bounds.
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "run.deterministic:", "model.", "data.",
     "admission.group_size:", "admission.groups_per_step:", "admission.max_staleness:",
-    "admission.window_groups:")  # fmt: skip
+    "admission.window_groups:",
+    "lora.rank:", "lora.alpha:", "lora.rslora:", "lora.targets:", "lora.initial:")  # fmt: skip
 MAY_MOVE = ("model.path:", "data.path:")  # to another path with the same content as at the first start
 
 

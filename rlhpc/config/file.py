@@ -206,7 +206,7 @@ MOST_HINTS = 2
 _ALIKE = 0.75  # names of sections, from here on: those of other systems are less
 OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")  # tables that no run file has
 OF_RUN_FILES = ("run", "model", "data", "admission")  # tables that no site file has, and every run file needs
-_RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
+_RARE = ("evaluation", "critic", "judge", "lora")  # tables that few mean, the rarest last
 
 
 def _legal(detail: ErrorDetails) -> str:
@@ -381,6 +381,7 @@ def _with_absolute_paths(config: Config) -> Config:
             "run": config.run.model_copy(update={"directory": config.run_directory}),
             "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
             "critic": config.critic.model_copy(update={"path": config.critic.path and config.critic.path.absolute()}),
+            "lora": config.lora.model_copy(update={"initial": config.lora.initial and config.lora.initial.absolute()}),
             "environment": config.environment.model_copy(
                 update={"corpus": config.environment.corpus and config.environment.corpus.absolute()}
             ),

@@ -29,6 +29,7 @@ from rlhpc.config.tables_algorithm import (
     CriticConfig,
     CurriculumConfig,
     GuardConfig,
+    LoraConfig,
     ShapingConfig,
 )
 from rlhpc.config.tables_services import (
@@ -92,6 +93,7 @@ class Config(Section):
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    lora: LoraConfig = LoraConfig()
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -125,6 +127,12 @@ class Config(Section):
     def has_critic(self) -> bool:
         """Whether a critic makes advantages of rewards, in the trainer."""
         return self.algorithm.advantage == "gae"
+
+    @property
+    def stepped(self) -> TrainerConfig:
+        """[trainer] with the learning rate of what is trained: of the adapters, if these have their own."""
+        rate = self.lora.learning_rate
+        return self.trainer.model_copy(update={"learning_rate": rate}) if rate else self.trainer
 
     @property
     def data_tasks(self) -> tuple[str, ...]:

@@ -381,9 +381,10 @@ class TrainerConfig(Section):
 
     @rule
     def rates_do_not_cross(self, config: Config, key: Keys) -> Faults:
-        """`min_learning_rate`: at most `learning_rate`."""
-        if self.min_learning_rate > self.learning_rate:
-            yield f"{key.min_learning_rate} is above {key.learning_rate}; legal: 0 to {self.learning_rate:g}"
+        """`min_learning_rate`: at most `learning_rate`, or `lora.learning_rate` where that is the one in use."""
+        peak, name = config.stepped.learning_rate, key.lora.learning_rate if config.lora.learning_rate else None
+        if self.min_learning_rate > peak:
+            yield f"{key.min_learning_rate} is above {name or key.learning_rate}; legal: 0 to {peak:g}"
 
     @rule
     def ranks_fill_the_layout(self, config: Config, key: Keys) -> Faults:
@@ -431,6 +432,9 @@ class WeightsConfig(Section):
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     """"auto": on CUDA nccl with separate GPUs, ipc if trainer and engines share one; on CPU ipc on one host, gloo
     between hosts.  Not nccl with `run.deterministic`, whose two ends set NCCL differently."""
+    form: Annotated[Literal["adapter", "merged"], only_with("lora.rank")] = "adapter"
+    """What is sent of adapters: A and B, which engines add to the model that they have loaded, or "merged": all weights
+    with the adapters added, in model.dtype, as without adapters."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16), Usual(1 << 16, 1e10, BYTES)] = 256 << 20
     """Tensors travel in buckets of about this size; extra memory on the trainer is two buckets."""
     staging: Literal["auto", "shadow", "paused"] = "auto"

@@ -1,7 +1,8 @@
-"""The tables [algorithm] and [shaping] of a run file; see tables.py.  Loads without torch."""
+"""The tables [algorithm], [lora] and [shaping] of a run file; see tables.py.  Loads without torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -431,6 +432,66 @@ class CriticConfig(Section):
     """Initial steps in which only the critic is trained."""
     value_clip: Annotated[PositiveFloat | Literal["off"], Usual(1e-3, 100, "values are as large as rewards")] = "off"
     """Clip range of values around those at the start of the batch."""
+
+
+ADAPTED = only_with("lora.rank")
+
+
+class LoraConfig(Section):
+    """[lora]: train adapters of low rank beside frozen weights, instead of the weights themselves."""
+
+    rank: Annotated[NonNegative, Usual(1, 1024, "it is in columns of an adapter", zero=True)] = 0
+    """Rank of the adapters A and B of each adapted layer, whose output becomes W x + scale · B A x
+    (Hu et al. 2021, arXiv:2106.09685); 0: all weights are trained."""
+    alpha: Annotated[PositiveFloat, Usual(0.1, 4096, "16 and 32 are common"), ADAPTED] = 32.0
+    """The scale is alpha / rank."""
+    rslora: Annotated[bool, ADAPTED] = False
+    """The scale is alpha / √rank instead (Kalajdzievski 2023, arXiv:2312.03732)."""
+    targets: Annotated[tuple[str, ...], Field(strict=False, min_length=1), ADAPTED] = ("attention", "mlp")
+    """Layers that get an adapter: all of "attention" or "mlp", the head as "output", or names of modules as PEFT has
+    them, ["q_proj", "v_proj"]. Experts of a mixture have none."""
+    initial: Annotated[LoosePath | None, ADAPTED] = None
+    """Directory of a PEFT adapter of the same rank, alpha and layers to begin with; its dropout is ignored. Default:
+    A is drawn with the deviation 1 / rank and B is 0, so that the policy begins as model.path."""
+    learning_rate: Annotated[
+        float,
+        Field(ge=0, le=1),
+        Usual(1e-7, 1e-1, "ten times that of training all weights is common", zero=True),
+        ADAPTED,
+    ] = 0.0
+    """Peak learning rate of adapters; 0: trainer.learning_rate."""
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @rule
+    def a_critic_has_no_adapters(self, config: Config, key: Keys) -> Faults:
+        """`rank`: 0 with `algorithm.advantage` = `"gae"`; a critic's head has no adapter, and all of it is trained."""
+        if self.rank and config.has_critic:
+            yield f"{key.rank} with {key.algorithm.advantage}: a critic is trained whole; legal: another advantage"
+
+    @rule
+    def a_reference_is_the_base(self, config: Config, key: Keys) -> Faults:
+        """`rank`: 0 with `algorithm.reference_every`; the reference of adapters is the model without them."""
+        if self.rank and config.algorithm.reference_every:
+            yield (
+                f"{key.rank} with {key.algorithm.reference_every}: the reference is the model that the adapters are "
+                "beside; legal: reference_every=0"
+            )
+
+    @rule
+    def adapters_have_a_format(self, config: Config, key: Keys) -> Faults:
+        """`rank`: 0 with `checkpoint.trainer_format` = `"megatron"`, which has no place for adapters."""
+        if self.rank and config.checkpoint.trainer_format != "hf":
+            yield f"{key.rank} with {key.checkpoint.trainer_format}: that format has no place for adapters; legal: 'hf'"
+
+    @rule
+    def adapters_are_named_once(self, config: Config, key: Keys) -> Faults:
+        """`targets`: each once."""
+        if len(set(self.targets)) < len(self.targets):
+            yield f"{key.targets}: one of them twice; legal: each once"
 
 
 class ShapingConfig(Section):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhpc.protocol.types import (
+    AdapterForm,
     Float32,
     HeldChecksum,
     Int32,
@@ -510,11 +511,17 @@ class TrainerBackend(ABC):
     def is_rank_zero(self) -> bool:
         """True on the one rank on which weights() yields and which talks to the controller."""
 
+    @property
+    def adapter_form(self) -> AdapterForm | None:
+        """What weights() means where it yields LoRA adapters; None: whole weights."""
+        return None
+
     @abstractmethod
     def hold_reference(self, memory: str) -> None:
         """Keep a frozen copy of the current parameters, with the same sharding and dtype.
 
-        memory: "device" (that of the parameters) or "host".  Another call replaces the copy.
+        memory: "device" (that of the parameters) or "host".  Another call replaces the copy.  Of adapters that do
+        nothing yet there is no copy: the reference is the model without them.
         """
 
     @abstractmethod

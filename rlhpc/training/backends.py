@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhpc.protocol.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
-from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.protocol.types import AdapterForm, PackedMicrobatch, TensorSpec
 from rlhpc.training.checkpoint_tensors import ShardedTensorSpec
 from rlhpc.training.logprob import MetricSums, all_but_first, all_ranks_agree, of_row, sums_over_ranks, token_row
 from rlhpc.training.trainer_state import STATE_KINDS, TrainerCheckpoint, on_all_ranks, read_checkpoint
@@ -300,12 +300,19 @@ class StatefulBackend(TrainerBackend):
     _reference: HeldParameters
     _average: WeightAverage
     _saver: StateSaver
+    _adapter_form: AdapterForm | None = None  # of a version
+    _adapter_record: Mapping[str, Any] | None = None  # what a checkpoint notes of adapters; None: there are none
     _accumulated: StepSums | None = None  # of the parts of a step that its last part has yet to follow
 
     @property
     def device(self) -> str:
         """ "cpu" or "cuda"."""
         return self._device.type
+
+    @property
+    def adapter_form(self) -> AdapterForm | None:
+        """See TrainerBackend."""
+        return self._adapter_form
 
     def hold_reference(self, memory: str) -> None:
         """See TrainerBackend; every rank holds the parameters that it has."""
@@ -395,7 +402,7 @@ class StatefulBackend(TrainerBackend):
         """
         # Ranks share the reading: one alone would take longer than the others wait (72B at 0.5 GB/s: half an hour).
         share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        read = partial(read_checkpoint, directory, self.tensor_specs(), share=share)
+        read = partial(read_checkpoint, directory, self._state_specs(), share=share, adapter=self._adapter_record)
         checkpoint = on_all_ranks(read)
         on_all_ranks(partial(self._take, checkpoint))
         self._accumulated = None  # gradients of other weights
@@ -409,6 +416,10 @@ class StatefulBackend(TrainerBackend):
     def _continue_from(self, num_steps_applied: int, rng: dict[str, str]) -> None:
         self._publish(num_steps_applied)
         write_rng(rng, self._device)
+
+    def _state_specs(self) -> tuple[TensorSpec, ...]:
+        """Names and shapes of the tensors that a checkpoint holds: of what is trained."""
+        return self.tensor_specs()
 
     @abstractmethod
     def _zero_gradients(self) -> None:

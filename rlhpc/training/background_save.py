@@ -11,13 +11,14 @@ allows cancels the future; one that is killed leaves a directory without manifes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,16 +65,18 @@ class BackgroundSaver:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         lead_rank: int = 0,
+        adapter: Mapping[str, Any] | None = None,
     ) -> None:
         """Allocate the host buffers and touch every page of them, so that the first save is as fast as the others.
 
         own(kind, index): this rank's live float32 shards of items[index], for a kind of STATE_KINDS, in the order of
         its shards; flat or not; called at each save, only for items of which this rank has shards.  items: with float32
-        specs.  device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.
+        specs.  device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.  adapter:
+        what the manifest notes of adapters, where the items are such.
         """
         # A tensor that cannot be made is a failed write like any other, which every rank hears of.
         self._items = [replace(item, join=partial(_joined, item)) for item in items]
-        self._group, self._lead_rank = group, lead_rank
+        self._group, self._lead_rank, self._adapter = group, lead_rank, adapter
         self._own: dict[str, Callable[[int], Sequence[Tensor]]] = {kind: partial(own, kind) for kind in STATE_KINDS}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._mine = [
@@ -191,6 +194,7 @@ class BackgroundSaver:
                 num_steps_applied=write.num_steps_applied,
                 rng=write.rng,
                 kinds=tuple(self._copies),
+                adapter=self._adapter,
             )
         finally:
             for _ in tensors:  # after an error: the others go on sending, and rank 0 must receive it

@@ -282,7 +282,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         row_factors = gradients[0] / ctx.temperature
         entropy_factors = None if entropy is None else gradients[1] / ctx.temperature
         hidden_gradient = torch.empty_like(hidden)
-        head_gradient = torch.zeros_like(head_weight, dtype=torch.float32)
+        # Of a frozen head there is none, nor the memory for it.
+        head_gradient = torch.zeros_like(head_weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         # In float32 a product is added to its sum in place; else it is a second buffer, and so is the rounded factor.
         num_blocks = 1 if head_weight.dtype == torch.float32 else NUM_BLOCKS
         for rows in _slices(len(hidden), ctx.chunk_tokens):
@@ -299,10 +300,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     None if entropy_factors is None else (entropy[rows], entropy_factors[rows]),
                 )
                 _add_product(partial_sum, logit_gradient, head[tokens])
-                _add_product(head_gradient[tokens], logit_gradient.t(), states)
+                if head_gradient is not None:
+                    _add_product(head_gradient[tokens], logit_gradient.t(), states)
                 del logit_gradient  # before the next block's is made
             hidden_gradient[rows] = partial_sum
-        return hidden_gradient, head_gradient.to(head_weight.dtype), *[None] * 6
+        of_head = None if head_gradient is None else head_gradient.to(head_weight.dtype)
+        return hidden_gradient, of_head, *[None] * 6
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:

@@ -22,8 +22,9 @@ from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
 from rlhpc.training.backends import HeldParameters, OptimizerBackend, ReplicatedBackend, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import Shard
-from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk, sharded_on_disk
+from rlhpc.training.hf_model import CausalLM, cast_parameters, named_on_disk, on_disk, sharded_on_disk
 from rlhpc.training.logprob import MetricSums, on_device, scattered
+from rlhpc.training.lora import AdapterReference, Lora, load_policy
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
 from rlhpc.training.trainer_state import FlatAdamW, TrainerCheckpoint
@@ -46,19 +47,30 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
     _optimizer: FlatAdamW
 
     def __init__(
-        self, model: CausalLM, settings: ReferenceSettings, *, rank: int, world_size: int, owns_group: bool = False
+        self,
+        model: CausalLM,
+        settings: ReferenceSettings,
+        *,
+        rank: int,
+        world_size: int,
+        owns_group: bool = False,
+        lora: Lora | None = None,
     ) -> None:
-        """Take over a float32 model; with more than one rank the default process group must be up.
+        """Take over a float32 model, or one with adapters; with more than one rank the default group must be up.
 
         owns_group: whether close() closes that group, too.
         """
-        self._model, self._settings = model, settings
+        self._model, self._settings, self._lora = model, settings, lora
         self._rank, self._world_size, self._owns_group = rank, world_size, owns_group
         self._device = model.head_weight.device
         self._optimizer = FlatAdamW(model.parameters, betas=settings.betas, eps=settings.eps)
-        if settings.dtype != torch.float32:
-            cast_parameters(model, settings.dtype)
-        self._reference = HeldParameters(lambda: [p.detach() for p in model.parameters.values()])
+        if lora is not None:
+            self._adapter_form, self._adapter_record = lora.form, lora.record
+            self._reference = AdapterReference(lora, lambda: [p.detach() for p in lora.parameters.values()])
+        else:
+            if settings.dtype != torch.float32:
+                cast_parameters(model, settings.dtype)
+            self._reference = HeldParameters(lambda: [p.detach() for p in model.parameters.values()])
         names = list(model.parameters)
         items = [
             sharded_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Shard(0, parameter.numel())])
@@ -69,6 +81,7 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
             lambda kind, index: (self._optimizer.state(kind)[names[index]],),
             device=self._device,
             group=open_save_group(),
+            adapter=self._adapter_record,
         )
         self._average = WeightAverage(items, lambda index: (self._optimizer.state("weights")[names[index]],))
 
@@ -81,7 +94,7 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
         """
         device = device_of(config.trainer.device, context.rank)
         torch.manual_seed(config.run.seed)
-        model = load_trained(config, device, has_value_head=has_value_head)
+        model, lora = load_policy(config, device, has_value_head=has_value_head)
         owns_group = context.world_size > 1 and not dist.is_initialized()
         if owns_group:
             open_process_group(context, device)
@@ -92,7 +105,8 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
             betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
             eps=config.trainer.adam_eps,
         )
-        return cls(model, settings, rank=context.rank, world_size=context.world_size, owns_group=owns_group)
+        rank, world_size = context.rank, context.world_size
+        return cls(model, settings, rank=rank, world_size=world_size, owns_group=owns_group, lora=lora)
 
     def _measured(self, sums: MetricSums) -> tuple[dict[str, float], float, float]:
         metrics = sums.over_ranks(self._device)
@@ -142,11 +156,17 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
+        return self._state_specs() if self._lora is None else self._lora.published
+
+    def _state_specs(self) -> tuple[TensorSpec, ...]:
         return tuple(spec for parameter in self._model.tensor_specs() for spec in on_disk(parameter))
 
     def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; views of the parameters themselves, no copies: not to be written to."""
         with self._reference.in_place(of_reference):
+            if self._lora is not None:
+                yield from self._lora.version() if self.is_rank_zero else ()
+                return
             for parameter in self._model.tensor_specs() if self.is_rank_zero else ():
                 yield from named_on_disk(parameter, self._model.parameters[parameter.name].detach())
 

@@ -179,6 +179,7 @@ class TrainerCheckpoint:
     specs: tuple[TensorSpec, ...]  # all float32
     shards: dict[str, tuple[str, tuple[str, ...]]]  # file name → (kind, tensor names)
     records: dict[str, FileRecord]  # by file name
+    adapter: Mapping[str, Any] | None = None  # of LoRA adapters, what they are and beside what: models/adapter.py
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -229,10 +230,12 @@ def write_checkpoint(
     rng: dict[str, str],
     kinds: Sequence[str] = STATE_KINDS,
     shard_bytes: int = SHARD_BYTES,
+    adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
     """Write everything into `directory`, which is made; return {file name: bytes}.
 
     specs: names and shapes in the order in which tensors_of(kind) yields float32 tensors, for each of kinds.
+    adapter: what to note of them where they are LoRA adapters.
     Every file appears complete or not at all, the manifest last.  Raises CheckpointError; files may remain.
     """
     masters = [TensorSpec(spec.name, "float32", spec.shape) for spec in specs]
@@ -253,7 +256,7 @@ def write_checkpoint(
             "tensors": [[spec.name, list(spec.shape)] for spec in masters],
             "files": files,
             "rng": rng,
-        }
+        } | ({} if adapter is None else {"adapter": adapter})
         content = manifest_content(manifest)
         write_atomically(directory / STATE_FILE, content)
     except OSError as error:
@@ -262,16 +265,22 @@ def write_checkpoint(
 
 
 def read_checkpoint(
-    directory: Path, specs: Sequence[TensorSpec] | None, *, share: tuple[int, int] = (0, 1)
+    directory: Path,
+    specs: Sequence[TensorSpec] | None,
+    *,
+    share: tuple[int, int] = (0, 1),
+    adapter: Mapping[str, Any] | None = None,
 ) -> TrainerCheckpoint:
     """Verify a checkpoint and return what it holds.
 
     specs: of the model that wants it, in any dtype and order; None takes it as it is.  share (k, n): this is reader k,
-    from 0, of n: it verifies the checksums of every nth file from file k on, and the sizes of all files.
+    from 0, of n: it verifies the checksums of every nth file from file k on, and the sizes of all files.  adapter: what
+    a checkpoint of that model would note of its adapters.
     Raises CheckpointError naming the file and the reason.
     """
     checkpoint = open_checkpoint(directory)
     if specs is not None:
+        _refuse_other_adapter(directory / STATE_FILE, checkpoint.adapter, adapter)
         _refuse_other_model(directory / STATE_FILE, checkpoint.specs, specs)
     records, (first, step) = checkpoint.records, share
     ours = set(sorted(records)[first::step])
@@ -291,7 +300,8 @@ def open_checkpoint(directory: Path) -> TrainerCheckpoint:
     files = manifest["files"]
     shards = {name: (entry["kind"], tuple(entry["tensors"])) for name, entry in files.items()}
     records = {name: FileRecord(entry["num_bytes"], entry["crc32"]) for name, entry in files.items()}
-    return TrainerCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"], specs, shards, records)
+    steps, rng, adapter = manifest["num_steps_applied"], manifest["rng"], manifest.get("adapter")
+    return TrainerCheckpoint(directory, steps, rng, specs, shards, records, adapter)
 
 
 def on_all_ranks(read: Callable[[], Found]) -> Found:
@@ -359,6 +369,26 @@ def _refuse_other_format(directory: Path) -> None:
             f"{directory}: was written with checkpoint.trainer_format='megatron', which only "
             "trainer.backend='megatron' reads; for one that every backend and rlhpc export read, continue the run with "
             "checkpoint.trainer_format='hf' until its next checkpoint"
+        )
+
+
+def _refuse_other_adapter(path: Path, there: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError naming the key of [lora], or the base, that differs."""
+    if there is None and here is not None:
+        raise CheckpointError(f"lora.rank={here['rank']}: {path} holds whole weights; legal: lora.rank=0, as before")
+    if there is not None and here is None:
+        rank = there["rank"]
+        raise CheckpointError(f"lora.rank=0: {path} holds adapters of rank {rank}; legal: lora.rank={rank}, as before")
+    if there is None or here is None:
+        return
+    for key, value in here.items():
+        if key != "base" and value != there[key]:
+            was = json.dumps(there[key])
+            raise CheckpointError(f"lora.{key}={json.dumps(value)}: {path} was written with {was}; legal: {was}")
+    if "" not in (here["base"], there["base"]) and here["base"] != there["base"]:
+        raise CheckpointError(
+            f"model.path: its weights have the digest {here['base']}, and the adapters of {path} belong to weights of "
+            f"the digest {there['base']}; legal: the model that the run began with"
         )
 
 

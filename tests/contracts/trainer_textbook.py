@@ -39,8 +39,13 @@ def hf_training(
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Return (loss, gradient norm) of every step and the weights after the last, by their names on disk."""
     hf = load_hf(directory)
-    matrices = [p for p in hf.parameters() if p.ndim >= 2]
-    vectors = [p for p in hf.parameters() if p.ndim < 2]
+    return torch_training(hf, steps, temperature), weights_on_disk(hf)
+
+
+def torch_training(hf: Any, steps: list[list[TrainingSample]], temperature: float) -> list[tuple[float, float]]:
+    """Train what requires gradients, in place; (loss, gradient norm) of every step."""
+    trained = [p for p in hf.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": STEP["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=STEP["learning_rate"], betas=(0.9, 0.95), eps=1e-3)
     history = []
@@ -57,10 +62,10 @@ def hf_training(
         )
         optimizer.zero_grad()
         (loss / num_loss_tokens([row])).backward()
-        norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), STEP["max_grad_norm"])
+        norm = torch.nn.utils.clip_grad_norm_(trained, STEP["max_grad_norm"])
         optimizer.step()
         history.append((loss.item(), norm.item()))
-    return history, weights_on_disk(hf)
+    return history
 
 
 def weights_on_disk(hf: Any) -> dict[str, Tensor]:

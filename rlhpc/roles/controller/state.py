@@ -107,7 +107,7 @@ class LearningRates:
         at = self._progress(batch.step, recorded)
         self.began_s = at.seconds
         trainer, critic = self._config.trainer, self._config.critic
-        scheduled = rate = learning_rate(at, trainer, self._config.run.num_steps)
+        scheduled = rate = learning_rate(at, self._config.stepped, self._config.run.num_steps)
         if self._config.algorithm.scale_rate_by_age:
             rate *= rate_factor_by_age((row.versions for row in batch.rows), batch.policy_version)
         if not self._config.has_critic:

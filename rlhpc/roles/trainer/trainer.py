@@ -425,7 +425,7 @@ class Trainer:
         if self._channel is None:
             return
         specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes
-        self._manifest = make_manifest(self._version, 0, specs, bucket_bytes)
+        self._manifest = make_manifest(self._version, 0, specs, bucket_bytes, self._backend.adapter_form)
         self._channel.send(TrainerReady(self._version, self._manifest, device_id(self._backend.device), replicas))
         self._heartbeat.now("running", "batch", self._version)
 

@@ -88,8 +88,9 @@ def clipped_surrogate(
 
 
 def tiny_config(model: Path, **trainer: object) -> Config:
-    """A run file for one tiny model; `trainer` overrides its table, `temperature` and `dtype` their own."""
+    """A run file for one tiny model; `trainer` overrides its table; temperature, dtype, lora and form their own."""
     temperature, dtype = trainer.pop("temperature", 1.0), trainer.pop("dtype", "float32")
+    lora, form = trainer.pop("lora", {}), trainer.pop("form", "adapter")
     return Config.model_validate(
         {
             "run": {"name": "test", "num_steps": 10},
@@ -97,6 +98,8 @@ def tiny_config(model: Path, **trainer: object) -> Config:
             "data": {"path": model, "task": "none"},
             "generation": {"max_prompt_tokens": 32, "max_completion_tokens": 64, "temperature": temperature},
             "admission": {"groups_per_step": 2, "group_size": 2},
+            "lora": lora,
+            "weights": {"form": form},
             "trainer": {
                 "backend": "reference",
                 "token_budget": 4096,

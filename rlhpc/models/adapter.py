@@ -1,0 +1,230 @@
+"""What a LoRA adapter is, without torch: which layers have one, its tensors, its PEFT directory, and its base.
+
+Input: the table [lora] and the matrices of a model by the names of their modules, "model.layers.0.self_attn.q_proj".
+Output: the layers that are adapted, names and shapes of A and B, the settings of a PEFT adapter directory, and a digest
+of the frozen weights.  Trainers, exports and checks on a login node ask the same.
+
+An adapted layer computes W x + scale · B A x (Hu et al. 2021, arXiv:2106.09685), A [rank, in], B [out, rank].
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.base.near_names import near_hint
+from rlhpc.config.tables_algorithm import LoraConfig
+from rlhpc.models.shape import EMBEDDING, HEAD
+from rlhpc.models.weights import NotSafetensors, StoredTensor, object_in, read_header, weight_files
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import TensorSpec
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+ATTENTION, MLP, OUTPUT = "attention", "mlp", "output"
+ROLES = (ATTENTION, MLP, OUTPUT)
+HEAD_MODULE = HEAD.removesuffix(".weight")
+A, B = ".lora_A.weight", ".lora_B.weight"  # behind the name of the module
+Matrices = Mapping[str, tuple[int, int]]  # name of the module → (out, in)
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names: they choose experts
+_EXPERTS = ".experts."
+
+
+def chosen_layers(settings: LoraConfig, matrices: Matrices) -> dict[str, tuple[int, int]]:
+    """The layers that lora.targets names, in the model's order.
+
+    Raises ConfigError naming lora.targets for a target that is no layer of the model.
+    """
+    able = {name: shape for name, shape in matrices.items() if _role(name)}
+    for target in settings.targets:
+        if not any(_is_meant(name, target) for name in able):
+            legal = [*(role for role in ROLES if any(_role(name) == role for name in able)), *_last_parts(able)]
+            raise ConfigError(
+                f"lora.targets={list(settings.targets)}: no layer of the model is {target!r}"
+                f"{near_hint(target, legal)}; legal: {', '.join(legal)}"
+            )
+    return {name: shape for name, shape in able.items() if any(_is_meant(name, each) for each in settings.targets)}
+
+
+def matrices_of(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+    """The matrices among a checkpoint's tensors; a tied head stands under its own name, too."""
+    shapes = {name: tuple(shape) for name, shape in tensors.items()}
+    shapes.setdefault(HEAD, shapes.get(EMBEDDING, ()))
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name != EMBEDDING
+    }
+
+
+def _role(module: str) -> str:
+    """The role of a layer; "" for one that takes no adapter."""
+    *path, last = module.split(".")
+    if module == HEAD_MODULE:
+        return OUTPUT
+    if last in _ROUTERS or _EXPERTS in f"{module}.":
+        return ""
+    if any("attn" in part or "attention" in part for part in path):
+        return ATTENTION
+    return MLP if any("mlp" in part or "feed_forward" in part or "expert" in part for part in path) else ""
+
+
+def _is_meant(module: str, target: str) -> bool:
+    """A role, or as PEFT reads its target_modules: the whole name of a module, or its last parts."""
+    return _role(module) == target if target in ROLES else module == target or module.endswith(f".{target}")
+
+
+def _last_parts(modules: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+
+
+def adapter_specs(layers: Matrices, rank: int) -> tuple[TensorSpec, ...]:
+    """A and B of each layer, in the order in which a version, a checkpoint and an export have them."""
+    return tuple(
+        spec
+        for name, (rows, columns) in layers.items()
+        for spec in (
+            TensorSpec(name + A, "float32", (rank, columns)),
+            TensorSpec(name + B, "float32", (rows, rank)),
+        )
+    )
+
+
+def record_of(settings: LoraConfig, base: str) -> dict[str, Any]:
+    """What a checkpoint notes of its adapters besides their tensors, by key of [lora]; "base": digest of the base."""
+    return {
+        "rank": settings.rank,
+        "alpha": settings.alpha,
+        "rslora": settings.rslora,
+        "targets": list(settings.targets),
+        "base": base,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- PEFT's files
+
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # before every name in its files
+
+# Settings of a PEFT adapter that would make another function of its tensors, and their plain values.
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "target_parameters": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "layer_replication": ([], None),
+}
+
+
+def peft_config(settings: LoraConfig, layers: Matrices, matrices: Matrices, base: Path) -> dict[str, Any]:
+    """The content of adapter_config.json for these layers.  matrices: all of the model; base: where that is."""
+    names = _last_parts(layers)
+    if {name for name in matrices if name.rpartition(".")[2] in names} != set(layers):
+        names = list(layers)  # the last parts alone would name others, too
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": settings.rank,
+        "lora_alpha": settings.alpha if settings.alpha % 1 else int(settings.alpha),
+        "use_rslora": settings.rslora,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(names),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def refuse_other_adapter(settings: LoraConfig, layers: Matrices) -> float:
+    """Raises ConfigError where the PEFT adapter at lora.initial is not one of these settings and layers.
+
+    Returns its dropout, which is not used.
+    """
+    assert settings.initial is not None
+    directory = settings.initial
+    for name in (PEFT_CONFIG, PEFT_WEIGHTS):
+        if not (directory / name).is_file():
+            raise ConfigError(
+                f"lora.initial={str(directory)!r}: there is no {name} in it; legal: a directory that PEFT saved"
+            )
+    found = object_in(directory / PEFT_CONFIG)
+    for key, plain in _PLAIN.items():
+        if key in found and found[key] not in plain:
+            raise ConfigError(f"{directory / PEFT_CONFIG}: {key}={found[key]!r}; legal: {plain[0]!r}")
+    own = {"rank": settings.rank, "alpha": settings.alpha, "rslora": settings.rslora}
+    there = {"rank": found.get("r"), "alpha": found.get("lora_alpha"), "rslora": bool(found.get("use_rslora"))}
+    for key, value in own.items():
+        if there[key] != value:
+            raise ConfigError(
+                f"lora.{key}={_spelt(value)}: the adapter at lora.initial={str(directory)!r} has {_spelt(there[key])}; "
+                f"legal: {_spelt(there[key])}"
+            )
+    _refuse_other_tensors(directory / PEFT_WEIGHTS, adapter_specs(layers, settings.rank))
+    return float(found.get("lora_dropout") or 0.0)
+
+
+def _refuse_other_tensors(file: Path, specs: Sequence[TensorSpec]) -> None:
+    try:
+        header = read_header(file)
+    except NotSafetensors as error:
+        raise ConfigError(f"{file}: {error}; copy it again") from error
+    found = {name.removeprefix(PEFT_PREFIX): tuple(tensor.shape) for name, tensor in header.items()}
+    wanted = {spec.name: spec.shape for spec in specs}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise ConfigError(
+                f"{file}: {name} is {found.get(name, 'absent')} there and {wanted.get(name, 'absent')} by [lora]; "
+                "legal: lora.targets that name the layers of the adapter at lora.initial"
+            )
+
+
+def _spelt(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------- digest of a base
+
+_SAMPLE_BYTES = 4096
+
+
+def base_digest(directory: Path) -> str:
+    """16 hexadecimal digits that differ for other weights, whatever files they are in; "" without safetensors.
+
+    Of names, types and shapes, and of _SAMPLE_BYTES at beginning, middle and end of every tensor: another training
+    moves all of them, and 140 GB take seconds.  Raises ConfigError, OSError.
+    """
+    stored = {name: (tensor, file) for file in weight_files(directory) for name, tensor in read_header(file).items()}
+    digest = hashlib.sha256()
+    for name in sorted(stored):
+        tensor, file = stored[name]
+        digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
+        with file.open("rb") as content:
+            for start, length in _samples(tensor):
+                content.seek(start)
+                digest.update(content.read(length))
+    return digest.hexdigest()[:16] if stored else ""
+
+
+def _samples(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    """Offset and length in the file; the whole of a small tensor."""
+    size = tensor.end - tensor.begin
+    if size <= 3 * _SAMPLE_BYTES:
+        yield tensor.begin, size
+        return
+    for start in (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES):
+        yield tensor.begin + start, _SAMPLE_BYTES

@@ -1,0 +1,278 @@
+"""LoRA adapters on a model of transformers: the only parameters of it that are trained.
+
+Input: a CausalLM, the table [lora], the directory of the base.  Output: the same CausalLM, whose parameters are A and B
+of each adapted layer, in float32, and whose weights are frozen in the dtype of the forward pass.
+Guarantees: the frozen weights are never written to, whatever is merged or switched off; switched off, the model is the
+base, bit for bit.
+
+Products with A and B are in the dtype of the activations, as the engines have them, and are added to the layer's output
+in one operation; gradients of A and B are summed in float32 by whoever steps them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import LoraConfig
+from rlhpc.models.adapter import (
+    HEAD_MODULE,
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    A,
+    B,
+    adapter_specs,
+    base_digest,
+    chosen_layers,
+    record_of,
+    refuse_other_adapter,
+)
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import AdapterForm, TensorSpec
+from rlhpc.training.backends import HeldParameters
+from rlhpc.training.checkpoint_tensors import TensorSource
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk
+from rlhpc.training.logprob import all_ranks_agree
+from rlhpc.training.ranks import DTYPES
+
+log = logging.getLogger("rlhpc.training")
+
+
+@dataclass(slots=True)
+class Switch:
+    """Whether the adapters of a model take part."""
+
+    is_on: bool = True
+
+
+class LayerAdapter(nn.Module):
+    """A and B of one layer; a module of its own, so that what shards parameters gathers them when it is called."""
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
+        """a [rank, in], b [out, rank], float32."""
+        super().__init__()
+        self.lora_a, self.lora_b, self.scale = nn.Parameter(a), nn.Parameter(b), scale
+
+    def forward(self, states: Tensor, output: Tensor) -> Tensor:
+        """output + scale · B A states; states [..., in], output [..., out]."""
+        low = functional.linear(states, self.lora_a.to(states.dtype))
+        return torch.add(output, functional.linear(low, self.lora_b.to(low.dtype)), alpha=self.scale)
+
+
+class _Applied:
+    """The hook that adds what an adapter makes of a layer's input to the layer's output."""
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch = switch
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return layer.adapter(inputs[0], output) if self._switch.is_on else output
+
+
+class WidenedHead:
+    """The function of a head with an adapter: logits are [h, scale · A h] · [W, B]ᵀ, of the same tokens.
+
+    The product of the head is never made as such (chunked_logprobs), so that there is no output to add to.
+    """
+
+    def __init__(self, function: Callable[..., Any], adapter: LayerAdapter, switch: Switch) -> None:
+        self._function, self._adapter, self._switch = function, adapter, switch
+
+    def __call__(self, hidden: Tensor, head_weight: Tensor, *rest: Any, **options: Any) -> Any:
+        """Call the function, with hidden [N, H] and head_weight [V, H]."""
+        if self._switch.is_on:
+            low = functional.linear(hidden, self._adapter.lora_a.to(hidden.dtype)) * self._adapter.scale
+            hidden = torch.cat([hidden, low], dim=1)
+            head_weight = torch.cat([head_weight, self._adapter.lora_b.to(head_weight.dtype)], dim=1)
+        return self._function(hidden, head_weight, *rest, **options)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of one model, and the weights that they are beside."""
+
+    settings: LoraConfig
+    is_merged: bool  # what is published
+    digest: str  # of the base
+    layers: dict[str, tuple[int, int]]  # adapted module → (out, in), in the model's order
+    parameters: dict[str, nn.Parameter]  # A and B by their names
+    base: dict[str, nn.Parameter]  # frozen, by HF name
+    switch: Switch = field(default_factory=Switch)
+
+    @property
+    def form(self) -> AdapterForm | None:
+        """What a manifest says of a version; None where whole weights are published."""
+        return None if self.is_merged else AdapterForm(self.settings.rank, self.settings.scale, self.digest)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint notes."""
+        return record_of(self.settings, self.digest)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """A and B of each layer."""
+        return adapter_specs(self.layers, self.settings.rank)
+
+    @contextmanager
+    def off(self, is_wanted: bool = True) -> Iterator[None]:
+        """A block in which the model is the base, if that is wanted."""
+        was_on, self.switch.is_on = self.switch.is_on, self.switch.is_on and not is_wanted
+        try:
+            yield
+        finally:
+            self.switch.is_on = was_on
+
+    @property
+    def published(self) -> tuple[TensorSpec, ...]:
+        """Names, dtypes and shapes of a version."""
+        return tuple(each for spec in self._base_specs for each in on_disk(spec)) if self.is_merged else self.specs
+
+    @property
+    def _base_specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in self.base.items()]
+
+    @torch.no_grad()
+    def version(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a version on a rank that has all of them: A and B, or whole weights; not to be written to.
+
+        Switched off, B is zero and whole weights are the base.
+        """
+        if not self.is_merged:
+            for name, parameter in self.parameters.items():
+                is_zero = name.endswith(B) and not self.switch.is_on
+                yield name, torch.zeros_like(parameter) if is_zero else parameter.detach()
+            return
+        for spec in self._base_specs:
+            module = spec.name.removesuffix(".weight")
+            weight = self.base[spec.name].detach()
+            if module in self.layers and self.switch.is_on:
+                weight = merged(
+                    weight,
+                    self.parameters[module + A].detach(),
+                    self.parameters[module + B].detach(),
+                    self.settings.scale,
+                )
+            yield from named_on_disk(spec, weight)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale · B A, added in float32 and rounded once to the dtype of W, which stays as it is."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+
+
+class AdapterReference(HeldParameters):
+    """The reference of adapters: the model without them where they did nothing yet, else a copy of A and B."""
+
+    def __init__(
+        self,
+        lora: Lora,
+        live: Callable[[], Sequence[Tensor]],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """live, around: as for HeldParameters; what this rank has of lora.parameters, in their order."""
+        super().__init__(live, around)
+        self._lora, self._is_base = lora, False
+
+    def hold(self, memory: str) -> None:
+        """See HeldParameters; nothing is copied while every B is zero, on all ranks.  A collective."""
+        live = self._live()
+        is_zero = not any(bool(b.any()) for b in live[1::2])  # A and B take turns
+        self._is_base = all_ranks_agree(is_zero, live[0].device)
+        if self._is_base:
+            self.release()
+        else:
+            super().hold(memory)
+
+    @contextmanager
+    def in_place(self, is_wanted: bool = True) -> Iterator[None]:
+        """See HeldParameters."""
+        with self._lora.off(is_wanted and self._is_base), super().in_place(is_wanted and not self._is_base):
+            yield
+
+
+def load_policy(config: Config, device: torch.device, *, has_value_head: bool = False) -> tuple[CausalLM, Lora | None]:
+    """Load the model of a run, or its critic, in float32; a model with adapters in model.dtype, and these.
+
+    Raises ConfigError for a model that cannot be trained here, or that [lora] does not fit.
+    """
+    if not config.lora.rank:
+        return load_trained(config, device, has_value_head=has_value_head), None
+    model = load_trained(config, torch.device("cpu"), has_value_head=has_value_head)
+    cast_parameters(model, DTYPES[config.model.dtype])
+    model.module.to(device)
+    return with_adapters(model, config)
+
+
+def with_adapters(model: CausalLM, config: Config) -> tuple[CausalLM, Lora]:
+    """Freeze a model and give its layers adapters, in place; model: in the dtype of its forward pass.
+
+    Raises ConfigError naming the key of [lora] that does not fit the model.
+    """
+    settings = config.lora
+    modules = {name: each for name, each in model.module.named_modules() if isinstance(each, nn.Linear)}
+    matrices = {name: (each.out_features, each.in_features) for name, each in modules.items()}
+    layers = chosen_layers(settings, matrices)
+    is_tied = f"{HEAD_MODULE}.weight" not in model.parameters
+    if is_tied and HEAD_MODULE in layers and config.weights.form == "merged":
+        raise ConfigError(
+            f"weights.form='merged' with lora.targets={list(settings.targets)}: the head of this model is its "
+            "embedding, which has no adapter; legal: weights.form='adapter', or other lora.targets"
+        )
+    given = _initial_tensors(settings, layers) if settings.initial is not None else _drawn(config, layers)
+    for parameter in model.module.parameters():
+        parameter.requires_grad_(False)
+    switch, parameters, head = Switch(), dict[str, nn.Parameter](), model.head
+    for name in layers:
+        a, b = (given[name + each].to(model.head_weight.device) for each in (A, B))
+        adapter = modules[name].adapter = LayerAdapter(a, b, settings.scale)
+        parameters |= {name + A: adapter.lora_a, name + B: adapter.lora_b}
+        if modules[name].weight is model.head_weight:
+            head = WidenedHead(model.head, adapter, switch)
+        else:
+            modules[name].register_forward_hook(_Applied(switch))
+    lora = Lora(
+        settings=settings,
+        is_merged=config.weights.form == "merged",
+        digest=base_digest(config.model.path),
+        layers=layers,
+        parameters=parameters,
+        base=model.parameters,
+        switch=switch,
+    )
+    return replace(model, parameters=parameters, head=head), lora
+
+
+def _drawn(config: Config, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    """A from a normal distribution of deviation 1 / rank, as PEFT's "gaussian", and B = 0; the same in every layout."""
+    draw, tensors = torch.Generator().manual_seed(config.run.seed), dict[str, Tensor]()
+    for spec in adapter_specs(layers, config.lora.rank):
+        tensors[spec.name] = torch.zeros(spec.shape)
+        if spec.name.endswith(A):
+            tensors[spec.name].normal_(std=1 / config.lora.rank, generator=draw)
+    return tensors
+
+
+def _initial_tensors(settings: LoraConfig, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    """A and B of the adapter at lora.initial, by their names."""
+    assert settings.initial is not None
+    dropout = refuse_other_adapter(settings, layers)
+    if dropout:
+        log.warning("lora.initial: the dropout of %g that it was trained with is not used", dropout)
+    return read_adapter(settings.initial, [spec.name for spec in adapter_specs(layers, settings.rank)])
+
+
+def read_adapter(directory: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Float32 tensors of a PEFT adapter directory by the names of a version.  Raises ConfigError."""
+    file = directory / PEFT_WEIGHTS
+    with TensorSource.of_files({PEFT_PREFIX + name: file for name in names}) as source:
+        return {name: source.read(PEFT_PREFIX + name, dtype=torch.float32).clone() for name in names}

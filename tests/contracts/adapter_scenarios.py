@@ -1,0 +1,73 @@
+"""What each rank does in the tests of adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.protocol.contracts import StepResult
+from rlhpc.protocol.types import AdapterForm, TensorSpec
+from tests.contracts.trainer_cluster import Rank
+from tests.contracts.trainer_scenarios import Rows, train, weights_of
+
+Version = dict[str, Tensor]
+Course = tuple[list[StepResult], Version, Version, list[Tensor]]
+
+
+def adapter_steps(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Course:
+    """Results of steps, versions before and after them, and log-probabilities of the last rows at the end."""
+    backend = rank.open(model, **settings)
+    before = weights_of(backend)
+    results = [train(rank, backend, rows) for rows in steps]
+    assert backend.num_steps_applied == len(steps)
+    mine = rank.share(steps[-1], backend.dp_rank, backend.dp_size)
+    after, logprobs = weights_of(backend), [row.cpu() for row in backend.logprobs(mine)]
+    backend.close()
+    return results, before, after, logprobs
+
+
+def describe_adapters(
+    rank: Rank, *, model: Path, rows: Rows, **settings: Any
+) -> tuple[tuple[TensorSpec, ...], AdapterForm | None, list[tuple[str, Tensor]]]:
+    """What is announced of versions, and one of them after a step."""
+    backend = rank.open(model, **settings)
+    train(rank, backend, rows)
+    found = backend.tensor_specs(), backend.adapter_form, [(name, each.clone()) for name, each in backend.weights()]
+    backend.save(rank.scratch / "state").result()
+    backend.close()
+    return found
+
+
+def versions_after_steps(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> list[Version]:
+    """The version after each step."""
+    backend = rank.open(model, **settings)
+    versions = []
+    for rows in steps:
+        train(rank, backend, rows)
+        versions.append(weights_of(backend))
+    backend.close()
+    return versions
+
+
+def base_of(backend: Any) -> dict[str, Tensor]:
+    """The frozen weights of a backend that has them whole."""
+    return {name: each.detach().clone() for name, each in backend._lora.base.items()}
+
+
+def same_base(rank: Rank, *, model: Path, rows: Rows, num_versions: int, **settings: Any) -> list[str]:
+    """Names of frozen weights whose bits differ after a step, so many versions, and questions to the reference."""
+    backend = rank.open(model, **settings)
+    before = base_of(backend)
+    mine = rank.share(rows, backend.dp_rank, backend.dp_size)
+    backend.hold_reference("device")
+    for _ in range(num_versions):
+        train(rank, backend, rows)
+        for _ in backend.weights():
+            pass
+    backend.logprobs(mine, of_reference=True)
+    after = base_of(backend)
+    backend.close()
+    return [name for name in before if not torch.equal(before[name], after[name])]

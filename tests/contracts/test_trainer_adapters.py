@@ -1,0 +1,202 @@
+"""LoRA adapters in every backend that trains them, against PEFT and torch's AdamW, and against whole weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhpc.models.adapter import base_digest
+from rlhpc.protocol.types import AdapterForm
+from tests.contracts.adapter_scenarios import adapter_steps, describe_adapters, same_base, versions_after_steps
+from tests.contracts.reference_scenarios import ask_a_reference
+from tests.contracts.trainer_layouts import ADAPTER_LAYOUTS, EVERYDAY, LENGTHS, MODELS, marks_of, packed
+from tests.contracts.trainer_textbook import hf_logprobs, load_hf, torch_training, weights_on_disk
+from tests.unit.training.packed_rows import draw_samples
+
+DENSE = ("qwen2-tied", "qwen3-untied", "llama-odd")
+ALL = ["attention", "mlp"]
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PEFT_NAMES = {"attention": MODULES[:4], "mlp": MODULES[4:], "output": ["lm_head"]}
+# Rank, alpha, targets of each case; with rank 64 a matrix of these models is adapted in full.
+CASES = [
+    ("qwen2-tied", {"rank": 8, "alpha": 16.0, "targets": ALL}),
+    ("qwen2-tied", {"rank": 1, "alpha": 4.0, "targets": ["attention", "output"]}),
+    ("qwen3-untied", {"rank": 64, "alpha": 32.0, "rslora": True, "targets": [*ALL, "output"]}),
+    ("llama-odd", {"rank": 8, "alpha": 8.0, "targets": ["mlp"]}),
+]
+in_every_layout = pytest.mark.parametrize(
+    "cluster", [pytest.param(name, marks=marks_of(name in EVERYDAY)) for name in ADAPTER_LAYOUTS], indirect=True
+)
+of_every_kind = pytest.mark.parametrize(
+    ("any_model", "lora"), CASES, ids=[f"{model}/r{lora['rank']}" for model, lora in CASES]
+)
+
+
+def draw(model: str, num_steps: int) -> list[Any]:
+    return [draw_samples(LENGTHS, vocabulary=MODELS[model]["vocabulary"], seed=seed) for seed in range(num_steps)]
+
+
+def scale_of(lora: dict[str, Any]) -> float:
+    return float(lora["alpha"] / (lora["rank"] ** 0.5 if lora.get("rslora") else lora["rank"]))
+
+
+def with_peft(directory: Path, lora: dict[str, Any], adapters: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """PEFT's model with these adapters."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=lora["rank"],
+        lora_alpha=lora["alpha"],
+        use_rslora=lora.get("rslora", False),
+        lora_dropout=0.0,
+        target_modules=[name for target in lora["targets"] for name in PEFT_NAMES[target]],
+    )
+    wrapped = peft.get_peft_model(load_hf(directory, dtype), config)
+    own = dict(wrapped.named_parameters())
+    assert sum(each.requires_grad for each in own.values()) == len(adapters)
+    for name, tensor in adapters.items():
+        own[in_peft(name)].data.copy_(tensor)
+    return wrapped
+
+
+def in_peft(name: str) -> str:
+    return "base_model.model." + name.replace(".weight", ".default.weight")
+
+
+def merged_in_float64(directory: Path, lora: dict[str, Any], adapters: dict[str, Tensor]) -> Any:
+    """HF's model in float64 with W + scale · B A, of a tied head a copy of its own."""
+    hf = load_hf(directory, torch.float64)
+    modules = dict(hf.named_modules())
+    for name in [name for name in adapters if name.endswith("lora_A.weight")]:
+        a, b = adapters[name].double(), adapters[name.replace("lora_A", "lora_B")].double()
+        layer = modules[name.removesuffix(".lora_A.weight")]
+        layer.weight = torch.nn.Parameter(layer.weight.detach() + scale_of(lora) * b @ a)
+    return hf
+
+
+@in_every_layout
+@of_every_kind
+def test_five_steps_are_those_of_peft_and_torchs_adamw(cluster, any_model, lora, model_for, tmp_path):
+    directory, steps = model_for(any_model, cluster.name), draw(any_model, 5)
+    rows = [packed(samples) for samples in steps]
+    answers = cluster.run(adapter_steps, tmp_path, model=directory, steps=rows, lora=lora, temperature=0.7)
+    results, before, after, _ = answers[0]
+    wrapped = with_peft(directory, lora, before, torch.float32)
+    history = torch_training(wrapped, steps, temperature=0.7)
+    for result, (loss, norm) in zip(results, history, strict=True):
+        assert result.metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-4)  # a sum over 115 tokens of either sign
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    expected = dict(wrapped.named_parameters())
+    for name, tensor in after.items():
+        wanted = expected[in_peft(name)].detach()
+        assert not torch.equal(tensor, before[name])
+        assert (tensor - wanted).norm() <= 1e-5 * wanted.norm(), name
+
+
+@in_every_layout
+@of_every_kind
+def test_log_probabilities_are_those_of_weights_merged_in_float64(cluster, any_model, lora, model_for, tmp_path):
+    directory, steps = model_for(any_model, cluster.name), draw(any_model, 2)
+    rows = [packed(samples) for samples in steps]
+    answers = cluster.run(adapter_steps, tmp_path, model=directory, steps=rows, lora=lora, temperature=0.7)
+    hf = merged_in_float64(directory, lora, answers[0][2])
+    with torch.no_grad():
+        expected = torch.cat([hf_logprobs(hf, sample, 0.7) for sample in steps[-1]])
+    lengths = [len(row.token_ids) for row in rows[-1]]
+    found = [row for share in zip(*(each[3] for each in answers), strict=True) for row in share][: len(lengths)]
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-5, rtol=0)
+
+
+@in_every_layout
+def test_a_version_is_a_and_b_of_each_layer_and_the_manifest_says_the_scale(cluster, model_for, tmp_path):
+    lora = {"rank": 4, "alpha": 6.0, "targets": ["q_proj", "down_proj"]}
+    directory = model_for("qwen2-tied", cluster.name)
+    answers = cluster.run(
+        describe_adapters, tmp_path, model=directory, rows=packed(draw("qwen2-tied", 1)[0]), lora=lora
+    )
+    names = [
+        f"model.layers.{layer}.{module}.lora_{part}.weight"
+        for layer in range(2)
+        for module in ("self_attn.q_proj", "mlp.down_proj")
+        for part in "AB"
+    ]
+    for rank, (specs, form, version) in enumerate(answers):
+        assert form == AdapterForm(rank=4, scale=1.5, base=base_digest(directory))
+        assert [spec.name for spec in specs] == names
+        assert [spec.shape for spec in specs] == [(4, 32), (32, 4), (4, 64), (32, 4)] * 2
+        assert {spec.dtype for spec in specs} == {"float32"}
+        assert [(name, tuple(tensor.shape)) for name, tensor in version] == (
+            [(spec.name, spec.shape) for spec in specs] if rank == 0 else []
+        )
+    kept = json.loads((tmp_path / "state" / "trainer.json").read_text())["manifest"]
+    assert [name for name, _ in kept["tensors"]] == names
+
+
+@in_every_layout
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merged_version_is_the_base_and_the_adapters_whatever_was_published_before(
+    cluster, dtype, model_for, tmp_path
+):
+    """Rounded once from float32: the error of the last version is that of the first."""
+    lora, directory = {"rank": 8, "alpha": 16.0, "targets": [*ALL, "output"]}, model_for("qwen3-untied", cluster.name)
+    arguments = {"model": directory, "steps": [packed(s) for s in draw("qwen3-untied", 4)], "lora": lora}
+    adapters, merged = (
+        cluster.run(versions_after_steps, tmp_path / form, form=form, dtype=dtype, **arguments)[0]
+        for form in ("adapter", "merged")
+    )
+    kind = getattr(torch, dtype)
+    for ours, whole in zip(adapters, merged, strict=True):
+        expected = weights_on_disk(merged_in_float64(directory, lora, ours))
+        base = weights_on_disk(load_hf(directory, kind))
+        assert whole.keys() == base.keys()
+        for name, tensor in whole.items():
+            if name.removesuffix(".weight") + ".lora_A.weight" not in ours:
+                assert torch.equal(tensor, base[name].float())
+            elif dtype == "float32":
+                torch.testing.assert_close(tensor.double(), expected[name], atol=1e-7, rtol=1e-6)
+            else:
+                a, b = (ours[name.replace(".weight", f".lora_{part}.weight")] for part in "AB")
+                wanted = (base[name].float() + 2.0 * b @ a).to(kind).float()
+                apart = (tensor - wanted).abs() / wanted.abs().clamp(min=1e-3)
+                assert apart.max() <= 2**-7  # a product that lies between two numbers goes either way
+                assert (apart == 0).float().mean() > 0.99
+
+
+@in_every_layout
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_two_hundred_versions_leave_every_bit_of_the_base(cluster, form, model_for, tmp_path):
+    directory, rows = model_for("qwen2-tied", cluster.name), packed(draw("qwen2-tied", 1)[0][:3])
+    lora = {"rank": 2, "targets": ALL}
+    arguments = {"model": directory, "rows": rows, "num_versions": 200, "lora": lora, "dtype": "bfloat16"}
+    assert cluster.run(same_base, tmp_path, form=form, **arguments) == [[]] * cluster.num_ranks
+
+
+@in_every_layout
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_is_the_policy_as_it_was_held_and_asking_it_changes_no_bit(cluster, dtype, model_for, tmp_path):
+    directory, rows = model_for("qwen2-tied", cluster.name), packed(draw("qwen2-tied", 1)[0])
+    lora = {"rank": 4, "targets": [*ALL, "output"]}
+    arguments = {"model": directory, "rows": rows, "dtype": dtype}
+    answers = cluster.run(ask_a_reference, tmp_path / "a", memory="host", lora=lora, **arguments)
+    base = cluster.run(ask_a_reference, tmp_path / "b", memory="host", **arguments)
+    for seen, whole in zip(answers, base, strict=True):
+        for name in ("reference", "reference again"):
+            assert all(map(torch.equal, seen[name], seen["start"]))
+            assert all(map(torch.equal, seen[name], whole["start"]))  # the base itself
+        assert all(map(torch.equal, seen["policy again"], seen["policy"]))
+        assert not all(map(torch.equal, seen["policy"], seen["start"]))
+    names = sorted(path.name for path in (tmp_path / "a" / "before").iterdir())
+    for name in names:
+        assert (tmp_path / "a" / "before" / name).read_bytes() == (tmp_path / "a" / "after" / name).read_bytes(), name
+    assert set(load_file(tmp_path / "a" / "before" / "weights-00001.safetensors")) == names_of(directory)
+
+
+def names_of(directory: Path) -> set[str]:
+    """Of A and B of every layer and the head."""
+    layers = [name for name, _ in load_hf(directory).named_modules() if name.split(".")[-1] in (*MODULES, "lm_head")]
+    return {f"{name}.lora_{part}.weight" for name in layers for part in "AB"}
