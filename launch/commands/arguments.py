@@ -33,7 +33,13 @@ _Place = argparse._ActionsContainer  # a parser, or a group of its arguments
 
 
 class _ParserWithHints(argparse.ArgumentParser):
-    """A parser that refuses a word that is none of its choices with what is legal, and the nearest."""
+    """A parser that refuses a word that is none of its choices with what is legal, and the nearest.
+
+    Options are not abbreviated: `submit --seed 3` would be three runs, by --seeds.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how, allow_abbrev=False)
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
@@ -191,7 +197,7 @@ def _takes_stop(parser: _Parser) -> None:
 def _takes_scale(parser: _Parser) -> None:
     _takes_run_directory(parser)
     _words(parser, "words", "SITE.toml", "site file; default: that of the last submit")
-    _value(parser, "--generators", "+N|-N", "add N, or remove the N added last", required=True)
+    _value(parser, "--generators", "+N|-N", "add N, or retire the N added last", required=True)
     _value(parser, "--partition", "P", "partition instead of the site file's; may be preemptible")
     _value(parser, "--time", "T", "time limit, instead of the site file's")
     _flag(parser, "--dry-run", "print what would be done")
@@ -481,6 +487,7 @@ def _meant_by(words: Sequence[str], own: argparse.ArgumentParser) -> str:
             similar.append(key)
         elif key and takes & {"overrides", "words"}:
             keys.append(f"{key}={value if equals else after or 'true'}")
+            similar += nearest(f"--{name}", options, cutoff=0.9)
         elif "site_file" in takes and word.startswith("--") and name in OWN_DIRECTIVES:
             of_site_files.append(OWN_DIRECTIVES[name])
         else:
@@ -488,7 +495,8 @@ def _meant_by(words: Sequence[str], own: argparse.ArgumentParser) -> str:
     if "--dry-run" in words:
         return "; `rlhpc check` starts nothing"
     if keys:
-        return f"; a key of the run file is set without dashes: {' '.join(keys)}"
+        also = f"; or did you mean {' '.join(similar)}?" if similar else ""
+        return f"; a key of the run file is set without dashes: {' '.join(keys)}{also}"
     if of_site_files:
         return f"; the site file says it: {', '.join(of_site_files)}"
     return f"; did you mean {' '.join(similar)}?" if similar else ""

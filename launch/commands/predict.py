@@ -331,6 +331,16 @@ def predict(config: Config, site: Site, options: argparse.Namespace) -> str:
     return json.dumps(document, indent=1) if options.json else _as_text(document)
 
 
+def first_save_s(config: Config, site: Site) -> float | None:
+    """Seconds from the first prompt until a step is trained and saved; None: nothing to estimate it from."""
+    try:
+        figures = rates_of(config, site, object_in(config.model.path / "config.json"), None, {})
+    except (ConfigError, OSError):  # an image may have its model elsewhere
+        return None
+    rates, split = Rates(**{name: figure.value for name, figure in figures.items()}), Split.of(config)
+    return pace_of(config, rates, split).stages_s["staleness"] * (split.max_staleness + 1) + rates.save_s
+
+
 def _left_out(config: Config) -> list[str]:
     """Return remarks on settings that change the pace of this run and are not in the formula."""
     settings = {

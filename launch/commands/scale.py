@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,9 @@ def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: boo
     # Alone: otherwise two callers could use the same numbers.
     with nullcontext() if dry_run else SubmissionLock(layout.jobs / ".scaling", tell):
         records = read_job_records(layout)
-        if not dry_run:
+        if dry_run:
+            as_far_as_slurm_answers(lambda: _refuse_lifeless(layout, records), tell)
+        else:
             _refuse_lifeless(layout, records)
         if change > 0:
             _add(layout, change, placement, how, dry_run=dry_run, tell=tell)
@@ -123,6 +125,12 @@ def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_ru
         time_s=_time_s(how.time),
     )
     plan = plan_elastic(config, site, layout, wanted)
+    total, samples = config.generation.num_replicas + count, config.admission.num_slots * config.admission.group_size
+    if total > samples:
+        tell(
+            f"warning     --generators +{count}: {total} generators share {samples} rollouts in flight (slots × "
+            f"admission.group_size): {total - samples} or more have none"
+        )
 
     def check() -> None:
         for line in [*refuse_missing_software(site), *refuse_unfit(plan)]:
@@ -185,6 +193,11 @@ def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run:
     order = sorted(added, key=lambda replica: (any(each.has_begun for each in added[replica]), -replica))
     retired = [each for replica in order[:count] for each in added[replica]]
     for each in retired:
-        tell(f"{'would end' if dry_run else 'ends'}   generator-{each.replica} (job {each.slurm_id}, {each.state})")
+        tell(
+            f"{'would retire' if dry_run else 'retires'}   generator-{each.replica} (job {each.slurm_id}, {each.state})"
+        )
     if not dry_run:  # pending ones first: none may start in place of one that ends
         cancel((each.slurm_id for each in sorted(retired, key=lambda each: each.has_begun)), patience_s=PATIENCE_S)
+        with suppress(OSError):  # on a full disk: `rlhpc status` then says that somebody has cancelled them
+            for each in retired:
+                layout.retired(each.slurm_id).touch()

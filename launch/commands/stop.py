@@ -17,7 +17,7 @@ from launch.common.text import print_or_lose, quoted
 from launch.run_files.records import name_of_jobs, read_job_records
 from launch.run_files.run_state import command_to_continue, what_was_saved
 from launch.slurm.commands import SlurmError
-from launch.slurm.queue import PATIENCE_S, JobRow, cancel, look_at_jobs
+from launch.slurm.queue import PATIENCE_S, JobRow, QueueLook, cancel, look_at_jobs
 from launch.slurm.states import JobStage
 from rlhpc.base.files import write_atomically
 from rlhpc.base.ownership import Launcher, await_left_behind
@@ -56,6 +56,9 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         launcher.await_end(tell)
         return _say_outcome(layout, command_to_continue(layout), tell, now=now)
     request = layout.abort_request if now else layout.stop_request
+    if layout.summary.exists() and (trouble := _look(layout).trouble):
+        tell(f"{layout.root}: complete; its jobs, if there are any, end by themselves ({trouble})")
+        return 0
     try:
         if not _lives(layout, request, tell):
             await_left_behind(layout, tell)
@@ -182,8 +185,7 @@ def _describe(row: JobRow) -> str:
 def _living(layout: RunLayout, on_silence: Tell | None = None) -> list[JobRow]:
     """Jobs of the run that have not ended.  on_silence: told once, if Slurm does not answer.  Raises SlurmError."""
     deadline = Deadline(PATIENCE_S)
-    ids = [record.job_id for record in read_job_records(layout)]
-    while (look := look_at_jobs(ids, run_name=name_of_jobs(layout))).trouble:
+    while (look := _look(layout)).trouble:
         if on_silence is not None:
             on_silence(look.trouble)
             on_silence = None
@@ -191,6 +193,10 @@ def _living(layout: RunLayout, on_silence: Tell | None = None) -> list[JobRow]:
             raise SlurmError(look.trouble)
         time.sleep(ASK_S)
     return [row for row in look.rows if row.state.is_alive]
+
+
+def _look(layout: RunLayout) -> QueueLook:
+    return look_at_jobs([record.job_id for record in read_job_records(layout)], run_name=name_of_jobs(layout))
 
 
 def _say_outcome(layout: RunLayout, command: str, tell: Tell, *, now: bool) -> int:

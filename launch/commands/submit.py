@@ -20,27 +20,28 @@ from launch.checks.memory_verdict import judge_host, judge_memory
 from launch.checks.model_files import refuse_made_up_tensors
 from launch.checks.preflight import Findings, preflight
 from launch.commands.arguments import refuse_resume_point, refuse_without_predict, resume_point
-from launch.common.text import file_and_settings, print_or_lose, quoted
+from launch.common.text import file_and_settings, print_or_lose, quoted, span
 from launch.doctor.site import refuse_missing_software, software_not_here
 from launch.doctor.slurm_plan import as_far_as_slurm_answers, refuse_unfit
 from launch.evaluate.evaluation import preview_evaluations
 from launch.evaluate.job import EvaluationJob, end_following, following_job, submit_following
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.script import component_documents, plan_document, plan_report, render_scripts, shared_layout
-from launch.plan.site_file import PrologueConfig, Site, load_site
+from launch.plan.site_file import PrologueConfig, Site, load_site, slurm_time
 from launch.run_directory.prepare import NEWEST, ResumePoint, prepare_run_dir_for_jobs, refuse_run_dir_for_jobs
 from launch.run_files.records import JobRecord, generators_of, read_job_records, write_job_record
-from launch.run_files.run_state import command_to_continue
+from launch.run_files.run_state import command_to_continue, last_words, read_progress
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import PATIENCE_S, cancel
 from launch.slurm.sbatch import MayBeQueued
 from launch.verify.audit import look_before_going_on
 from rlhpc.base.files import write_atomically
 from rlhpc.base.ownership import SubmissionLock
+from rlhpc.base.patience import seen
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, override, read_resolved
 from rlhpc.config.rules import Config, with_values
-from rlhpc.protocol.errors import ConfigError, RlhpcError
+from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError, RlhpcError
 
 # ------------------------------------------------------------------------------------------------------------ show jobs
 #
@@ -110,15 +111,20 @@ def submit(options: argparse.Namespace) -> int:
         print("\n".join(_jobs(config, run.site)))
         return 0
     how["after"] = options.after
-    return _wait_if_asked(submit_run(config, options.site_file, **how, tell=print_or_lose), options)
+    return wait_if_asked(submit_run(config, options.site_file, **how, tell=print_or_lose), options)
 
 
-def _wait_if_asked(layout: RunLayout, options: argparse.Namespace) -> int:
+def wait_if_asked(layout: RunLayout, options: argparse.Namespace) -> int:
+    """Follow a run, if --wait asks for it, and print its last words, as `rlhpc run` does; return the exit status."""
     if not options.wait:
         return 0
     from launch.view.status import wait_for_run
 
-    return wait_for_run(layout)
+    status = wait_for_run(layout)
+    if status != EXIT_INTERRUPTED:  # else the jobs go on
+        for line in seen(lambda: last_words(layout, f"`rlhpc resume {quoted(layout.root)}`"), list[str]()):
+            print_or_lose(line)
+    return status
 
 
 def submit_run(
@@ -166,11 +172,34 @@ def check(run: Submission, tell: Tell) -> None:
     for line in unusual(run.config):
         tell(f"warning     {line}")
     refuse_small_memory(run.config, findings, run.site, run.site_file, tell)
+    for line in short_times(run):
+        tell(f"warning     {line}")
     doubts = refuse_unfit(run.plan)
     if run.config.evaluation:
         doubts += refuse_unfit(EvaluationJob.following(run.config, run.site).jobs)
     for line in dict.fromkeys(doubts):
         tell(line)
+
+
+def short_times(run: Submission) -> list[str]:
+    """Say of a time limit that by what is known no step fits into it: such a job ends in vain, again and again."""
+    from launch.commands.predict import first_save_s  # loads numpy
+
+    measured = read_progress(run.layout)
+    if measured is not None and measured.step_s:
+        first_s: float | None = measured.step_s + (measured.save_s or measured.save_before_s)
+        source = "as measured in this run"
+    else:
+        first_s, source = first_save_s(run.config, run.site), "by the rates of `rlhpc plan --predict`"
+    parts = [part for part in run.plan.components if part.name in ("controller", "trainer")]
+    part = min(parts, key=lambda part: part.allocation.time_s)
+    if first_s is None or first_s < part.allocation.time_s:
+        return []
+    key, limit = part.allocation.key(part.name, "time"), slurm_time(part.allocation.time_s)
+    return [
+        f"{key}={limit!r}: a step and its checkpoint take {span(round(first_s))}, {source}, besides the start of "
+        "engines and trainer: the job may end before it has saved anything; a longer time, or smaller steps"
+    ]
 
 
 def submit_checked(
@@ -366,7 +395,7 @@ def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
 def resume(options: argparse.Namespace) -> int:
     """Resume a run; returns the exit status."""
     how = {"after": options.after, "tell": print_or_lose, "resume_from": resume_point(options)}
-    return _wait_if_asked(resume_run(options.layout, options.words, **how), options)
+    return wait_if_asked(resume_run(options.layout, options.words, **how), options)
 
 
 def resume_run(

@@ -19,7 +19,7 @@ from launch.commands.submit import Tell, check, dependency, prepare, submit_chec
 from launch.common.text import counted
 from launch.doctor.slurm_plan import as_far_as_slurm_answers
 from launch.run_directory.prepare import refuse_run_dir_for_jobs
-from rlhpc.config.file import load_config
+from rlhpc.config.file import key_meant, load_config
 from rlhpc.config.rules import Config, with_values
 from rlhpc.protocol.errors import ConfigError, RlhpcError
 
@@ -97,6 +97,10 @@ def _parsed(text: str) -> tuple[str, Sequence[str | int]]:
     values = [value.strip() for value in listed.split(",")]
     if not equals or not key or not all(values):
         raise ConfigError(f"--sweep {text!r}: legal: section.key=value,value such as trainer.learning_rate=1e-6,2e-6")
+    if "." not in key:
+        meant = key_meant(key.strip())
+        hint = f" (did you mean {meant}={listed}?)" if "." in meant else ""
+        raise ConfigError(f"--sweep {text!r}: a key without its section; legal: section.key=value,value{hint}")
     return key.strip(), values
 
 

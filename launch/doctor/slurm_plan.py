@@ -29,7 +29,7 @@ from launch.slurm.cluster_facts import (
     Qos,
     ask_cluster,
 )
-from launch.slurm.commands import SlurmError, is_away
+from launch.slurm.commands import SlurmError, is_away, unchecked
 from launch.slurm.sbatch import try_script
 from rlhpc.base.near_names import near_hint
 from rlhpc.protocol.errors import ConfigError
@@ -291,13 +291,35 @@ def as_far_as_slurm_answers(look: Callable[[], object], tell: Callable[[str], ob
 
 def find_unfit(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     """All findings, and those of sbatch on components without a failure.  Raises SlurmError: no answer."""
-    findings = check_plan(plan, facts)
+    findings = _checked(plan, facts)
     blamed = {finding.component for finding in findings if finding.verdict == "fail"}
-    return [*findings, *try_components(plan, facts, skip=blamed)]
+    return _as_written([*findings, *try_components(plan, facts, skip=blamed)], plan)
 
 
 def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     """Return findings on what sbatch --test-only does not tell."""
+    return _as_written(_checked(plan, facts), plan)
+
+
+def _as_written(findings: Iterable[Finding], plan: JobPlan) -> list[Finding]:
+    """Name each key as the site file has it; what is said of one in [common] is said once, with whom it is said of."""
+    of_common: dict[Finding, list[str]] = {}
+    for finding in findings:
+        section, _, key = finding.key.partition(".")
+        heirs = [part.name for part in plan.components if key in part.allocation.common]
+        if section in heirs:
+            of_common.setdefault(replace(finding, key=f"common.{key}"), []).append(section)
+        else:
+            of_common[finding] = []
+    written = []
+    for finding, sections in of_common.items():
+        heirs = [part.name for part in plan.components if finding.key.removeprefix("common.") in part.allocation.common]
+        whose = f" (here of {', '.join(sections)})" if sections and len(sections) < len(heirs) else ""
+        written.append(replace(finding, text=f"{finding.text}{whose}"))
+    return written
+
+
+def _checked(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     findings = [finding for part in plan.components for finding in _in_partitions(part, facts)]
     findings += [finding for part in plan.components for finding in _fewer_gpus(part, facts)]
     # Sums of what does not fit alone mean nothing.
@@ -329,9 +351,7 @@ def _try(component: JobComponent, script: Path, facts: ClusterFacts, asked: str)
         try_script(script, PATIENCE_S)
     except SlurmError as error:
         if is_away(error):
-            raise SlurmError(
-                f"slurmctld does not answer, so {key} could not be checked ({error}); try again later"
-            ) from None
+            raise unchecked(f"{key} could not be checked", error) from None
         said = str(error).removeprefix("sbatch: ")
         if (blamed := _blamed(component, said, facts)) is not None:
             return blamed
@@ -362,9 +382,9 @@ def _without_accounting(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]
         return
     text = "not checked: this cluster keeps no accounts, or did not tell them; Slurm may pass over it"
     for key in ("account", "qos"):
-        named = {getattr(part.allocation, key): part.name for part in reversed(plan.components)}
-        for value, name in sorted((value, name) for value, name in named.items() if value is not None):
-            yield Finding(f"{name}.{key}", value, "warn", text)
+        for part in plan.components:
+            if (value := getattr(part.allocation, key)) is not None:
+                yield Finding(f"{part.name}.{key}", value, "warn", text)
 
 
 def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
@@ -433,6 +453,8 @@ def _over_budget(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
             yield from _distinct_nodes(job, facts)
     if len(plan.jobs) > 1:
         yield from _gpus_at_once(plan, facts)
+    if plan.is_elastic:
+        yield from _added_at_once(plan.jobs[-1], facts)
 
 
 def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
@@ -459,12 +481,11 @@ def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
 
 def _nodes_with_its_gpus(component: JobComponent, facts: ClusterFacts) -> dict[str, NodeFacts]:
     """Nodes of its partitions by name, whatever state they are in, that have the GPUs that it needs of one."""
-    kind = component.gres_type
     return {
         node.name: node
         for partition in partitions_of(component, facts)
         for node in facts.nodes_of(partition.name)
-        if component.gpus_per_node <= (node.num_gpus if kind is None else node.gpus.get(kind, 0))
+        if component.gpus_per_node <= _gpus_of(component, node)
     }
 
 
@@ -488,11 +509,29 @@ def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
         return
 
 
+def _added_at_once(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
+    """More added generators than there is room for at any time, whatever else runs: the others would only wait."""
+    (part,) = job.components
+    has_gpus, wanted = bool(part.gpus_per_node), job.array_size or 1
+    each = part.gpus_per_node if has_gpus else part.tasks_per_node * part.cpus_per_task
+    nodes = _nodes_with_its_gpus(part, facts).values()
+    room = sum((_gpus_of(part, node) if has_gpus else node.cores) // each for node in nodes)
+    if nodes and wanted > room:
+        text = f"{wanted} generators, and its nodes have room for {room}, if nothing else runs there"
+        yield Finding(
+            "generation.partition", _partition_text(part), "warn", text, "fewer of them, the others only wait"
+        )
+
+
+def _gpus_of(component: JobComponent, node: NodeFacts) -> int:
+    kind = component.gres_type
+    return node.num_gpus if kind is None else node.gpus.get(kind, 0)
+
+
 def _fewer_gpus(component: JobComponent, facts: ClusterFacts) -> Iterator[Finding]:
     """Nodes with fewer GPUs than the site file says: a run that fills them would be refused."""
-    said, kind = component.gpus_there, component.gres_type
-    most = max((node.num_gpus if kind is None else node.gpus.get(kind, 0) for node in _nodes_of(component, facts)),
-               default=0)  # fmt: skip
+    said = component.gpus_there
+    most = max((_gpus_of(component, node) for node in _nodes_of(component, facts)), default=0)
     if said is not None and said > most > 0:
         text = f"no node of partition {_partition_name(component, facts)} has more than {_amount('gres/gpu', most)}"
         yield Finding(f"{component.name}.gpus_per_node", str(said), "warn", text, f"legal: at most {most}")

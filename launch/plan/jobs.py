@@ -46,6 +46,11 @@ class Allocation:
     gres: str | None = None  # beside the plan's GPUs
     exclusive: bool = False
     extra: tuple[str, ...] = ()
+    common: frozenset[str] = frozenset()  # keys that were taken from [common]
+
+    def key(self, section: str, name: str) -> str:
+        """The key of the site file that a component of this section has from [common], or may have as its own."""
+        return f"{'common' if name in self.common else section}.{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +167,12 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
     share = Share("generator", 1, wanted.first_replica)
     component = _gpu_component("generation", share, generation_shape(one, section), section, site.common)
     allocation = component.allocation
+    own = {key for key, given in (("partition", wanted.partition), ("time", wanted.time_s)) if given}
     allocation = replace(
-        allocation, partition=wanted.partition or allocation.partition, time_s=wanted.time_s or allocation.time_s
+        allocation,
+        partition=wanted.partition or allocation.partition,
+        time_s=wanted.time_s or allocation.time_s,
+        common=allocation.common - own,
     )
     job = Job(wanted.name, (replace(component, allocation=allocation),), array_size=wanted.num_generators)
     of_config, placement = (config.transport.dead_after_s, config.run.log_bytes), wanted.placement
@@ -211,8 +220,8 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
     allocation = _allocation(name, section, common)
     if shape.gpus_per_task and allocation.gres is not None and re.search(r"(?:^|,)gpu(?:$|[:,=])", allocation.gres):
         raise ConfigError(
-            f"{name}.gres={allocation.gres!r}: GPUs of this component are requested by gpus_per_node, gres_type and "
-            "gpu_request; legal: other resources here, GPUs only in gres of [controller] and [rewards]"
+            f"{allocation.key(name, 'gres')}={allocation.gres!r}: GPUs of [{name}] are requested by gpus_per_node, "
+            "gres_type and gpu_request; legal: other resources here, GPUs only in gres of [controller] and [rewards]"
         )
     return JobComponent(
         name=name,
@@ -249,12 +258,13 @@ def _reward_cpus(config: Config) -> int:
 
 def _allocation(name: str, section: CommonConfig, common: CommonConfig) -> Allocation:
     """A key that the section does not have is taken from [common]."""
-    keys = CommonConfig.model_fields
+    keys = CommonConfig.model_fields.keys()
     values = {key: getattr(section if key in section.model_fields_set else common, key) for key in keys}
     time_s = values.pop("time")
     if time_s is None:
         raise ConfigError(f"{name}.time: missing in the site file, as is common.time; a job needs a time limit")
-    return Allocation(time_s=time_s, **values)
+    inherited = keys & common.model_fields_set - section.model_fields_set
+    return Allocation(time_s=time_s, **values, common=frozenset(inherited))
 
 
 # ---------------------------------------------------------------------------------------------------------------- jobs
@@ -307,11 +317,10 @@ def _refuse_directory(layout: RunLayout, cluster: ClusterConfig) -> None:
 
 def _refuse_different_times(components: tuple[JobComponent, ...]) -> None:
     """A component that reaches its time limit ends alone, and the others would wait for it forever."""
-    first = components[0].allocation.time_s
-    for component in components[1:]:
-        if component.allocation.time_s != first:
+    first, *others = ((part.allocation.key(part.name, "time"), part.allocation.time_s) for part in components)
+    for key, time_s in others:
+        if time_s != first[1]:
             raise ConfigError(
-                f"{component.name}.time={slurm_time(component.allocation.time_s)!r} differs from "
-                f"controller.time={slurm_time(first)!r}: components of a heterogeneous job end together; legal: one "
-                "time for all (common.time), or cluster.placement='jobs'"
+                f"{key}={slurm_time(time_s)!r} differs from {first[0]}={slurm_time(first[1])!r}: components of a "
+                "heterogeneous job end together; legal: one time for all (common.time), or cluster.placement='jobs'"
             )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,10 +95,10 @@ def event_of(name: str, line: bytes) -> Event | None:
         return None
 
 
-def last_events(layout: RunLayout) -> list[Event]:
-    """The last event of each supervisor, newest first."""
-    found = (next(_newest_first(path), None) for path in layout.jobs.glob("*.events.jsonl"))
-    return sorted((event for event in found if event is not None), key=lambda event: -event.unix_time_s)
+def last_events(layout: RunLayout, most: int) -> list[Event]:
+    """The last events of all supervisors, newest first; `most` of each at most, and so the `most` last of all."""
+    found = (event for path in layout.jobs.glob("*.events.jsonl") for event in islice(_newest_first(path), most))
+    return sorted(found, key=lambda event: -event.unix_time_s)
 
 
 def last_outcome(layout: RunLayout, name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from launch.slurm.commands import SlurmError, is_away, slurm
+from launch.slurm.commands import SlurmError, slurm, unchecked
 from launch.slurm.states import duration_s
 from rlhpc.base.processes import own_name, own_user
 
@@ -188,8 +188,7 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
     except SlurmError as error:
         if "no such command" in str(error):
             raise
-        why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be queried"
-        raise SlurmError(f"{why}, so nothing could be checked ({error}); try again later") from None
+        raise unchecked("nothing could be checked", error) from None
     settings = parse_config(config)
     known = _ask_accounts(partial(ask, patience_s=0.0), settings, own_user()) or _Accounting()
     found = re.search(r"(\d+)\.(\d+)", release)

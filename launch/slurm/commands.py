@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from rlhpc.base.patience import Deadline
 from rlhpc.protocol.errors import RlhpcError
@@ -25,6 +26,7 @@ _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection r
          "Protocol authentication error")  # fmt: skip
 # Messages of commands that find neither a slurm.conf nor a name of slurmctld; four lines of libraries are about it.
 _NO_CLUSTER = ("Could not establish a configuration source", "DNS SRV lookup failed")
+_HOW_TO_CONFIGURE = "run this on a login node with the site's module for Slurm, or set SLURM_CONF to its slurm.conf"
 _NO_LIST = "slurm_load_jobs error"
 PAUSE_S = 5.0  # at most, before another try
 
@@ -104,6 +106,19 @@ def is_away(error: SlurmError) -> bool:
     return any(saying in str(error) for saying in _AWAY)
 
 
+def unchecked(what: str, error: SlurmError) -> SlurmError:
+    """The error of a check to which Slurm gave no answer, with what to look at.  what: "nothing could be checked"."""
+    why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be queried"
+    said = f"{why}, so {what} ({error})"
+    if not is_away(error) or "SLURM_CONF" in str(error):  # which says what to do
+        return SlurmError(said)
+    conf = os.environ.get("SLURM_CONF")
+    which = f"SLURM_CONF={conf!r} says which one" if conf else "SLURM_CONF is not set: the one of this machine"
+    return SlurmError(
+        f"{said}; `scontrol ping` says whether slurmctld is up ({which}): if so, try again, else ask the site"
+    )
+
+
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment, by default this process's, without variables that would change Slurm's commands.
 
@@ -147,13 +162,16 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str],
             f"{words[0]}: no such command here; run this on a login node, with Slurm's module loaded"
         ) from None
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{words[0]}: Socket timed out: no answer in {timeout_s:g} s") from None
+        # Where that file is not there, Slurm's commands look for it for a minute.
+        conf = environment.get("SLURM_CONF", "")
+        why = f"; SLURM_CONF={conf!r} is not there" if conf and not Path(conf).exists() else ""
+        raise NoAnswer(f"{words[0]}: Socket timed out: no answer in {timeout_s:g} s{why}") from None
     if done.returncode < 0:
         raise NoAnswer(f"{words[0]}: ended by signal {-done.returncode}")
     if done.returncode != 0:
         said = _in_one_line(done.stderr or done.stdout)
         if all(words in said for words in _NO_CLUSTER):
-            said = f"no cluster here: Slurm is installed, and not configured ({_NO_CLUSTER[0]})"
+            said = f"no cluster here: Slurm is installed, and not configured ({_NO_CLUSTER[0]}); {_HOW_TO_CONFIGURE}"
         raise SlurmError(f"{words[0]}: {said or f'exit status {done.returncode}'}")
     remarks = _in_one_line(done.stderr)
     if not done.stdout.strip() and _NO_LIST in remarks and "Invalid job id" not in remarks:

@@ -315,10 +315,11 @@ class Resubmitter:
             if not gone:
                 return None
         else:
-            pause_s = self._budget.take(saved_step(self._plan.layout, is_certain=True))
+            state = gone[0].state or "state unknown"
+            why = f"job {gone[0].label} ({name}) has ended: {state}"
+            pause_s = self._budget.take(saved_step(self._plan.layout, is_certain=True), why)
             if pause_s is None:
-                text = f"job {gone[0].label} ({name}) has ended too often: {gone[0].state or 'state unknown'}"
-                return Outcome(Cause.GIVEN_UP, text)
+                return Outcome(Cause.GIVEN_UP, f"job {gone[0].label} ({name}) has ended too often: {state}")
             self._next_look = time.monotonic() + max(LOOK_EVERY_S, pause_s)
         tasks = [each.task for each in gone if each.task is not None]
         number = submit_again(

@@ -63,15 +63,18 @@ class RetryBudget:
         except (ValueError, KeyError, TypeError):
             self.failures, self._step = 0, -1
 
-    def take(self, saved_step: int) -> float | None:
+    def take(self, saved_step: int, why: str = "") -> float | None:
         """Use up one retry.  Returns the seconds to pause before it; None: none is left.
 
-        saved_step: of the newest complete checkpoint.  If the disk is full, the count is kept only in memory.
+        saved_step: of the newest complete checkpoint.  why: what has failed, for `rlhpc status`.  If the disk is full,
+        the count is kept only in memory.
         """
         if saved_step > self._step:
             self.failures = 0
         self.failures, self._step = self.failures + 1, saved_step
-        document = {"failures": self.failures, "saved_step": saved_step}
+        document = {
+            "failures": self.failures, "saved_step": saved_step, "max_retries": self._max_retries, "why": why
+        }  # fmt: skip
         with suppress(OSError):
             write_atomically(self._path, json.dumps(document).encode())
         return None if self.failures > self._max_retries else pause_after(self.failures)
@@ -86,13 +89,15 @@ def pause_before_another(
     """
     if outcome.cause is Cause.YIELD:
         return 0.0
-    in_vain = outcome.cause is Cause.TIME and not has_saved  # a time limit too short for a step: count as failure
+    in_vain = outcome.cause is Cause.TIME and not has_saved  # perhaps a limit too short for a step: counts as failure
     if outcome.cause is not Cause.FAILED and not in_vain:
         return None
     if plan.limits.is_attended and not has_trained:
         return None
     saved = patiently(lambda: saved_step(plan.layout, is_certain=True), plan.layout.checkpoints)
-    pause_s = budget.take(saved)
+    if in_vain:
+        outcome.text += "; this job has saved nothing: its `time` in the site file may be too short for a step"
+    pause_s = budget.take(saved, outcome.text)
     if pause_s is None:
         outcome.cause = Cause.GIVEN_UP
         outcome.text += f"; not beyond step {saved} in {counted(budget.failures, 'attempt')}"

@@ -32,8 +32,9 @@ class SlurmView:
     look: QueueLook
     attempt: dict[str, Any] | None  # attempt.json
     plan: dict[str, Any]  # job_plan.json; {} if there is none
-    events: tuple[Event, ...]  # the last of each supervisor, newest first
+    events: tuple[Event, ...]  # the last of all supervisors, newest first
     now: float
+    retired: frozenset[str] = frozenset()  # tasks that `rlhpc scale` has retired: JOB_TASK
 
     @property
     def is_alive(self) -> bool:
@@ -49,7 +50,11 @@ def look_at_run(view: RunView, timeout_s: float | None = None) -> SlurmView:
     ids, layout = [job.job_id for job in view.jobs], view.layout
     look = look_at_jobs(ids, ANSWER_S if timeout_s is None else timeout_s, run_name=stated_name(view.settings))
     attempt, plan = read_document(layout.attempt), read_document(layout.job_plan)
-    return SlurmView(layout, tuple(view.jobs), look, attempt or None, plan, tuple(last_events(layout)), time.time())
+    events, retired = (
+        tuple(last_events(layout, NUM_EVENTS)),
+        frozenset(each.stem for each in layout.jobs.glob("*.retired")),
+    )
+    return SlurmView(layout, tuple(view.jobs), look, attempt or None, plan, events, time.time(), retired)
 
 
 def lines_of(view: SlurmView) -> list[str]:
@@ -61,9 +66,8 @@ def lines_of(view: SlurmView) -> list[str]:
         lines += _table(view)
     lines += _section("WAITING", waits(view)) + _section("NEXT", upcoming(view))
     shown = view.events[:NUM_EVENTS]
-    more = len(view.events) - len(shown)
     said = [f"{_clock(event.unix_time_s, view.now)}  job {event.name}: {event.text}" for event in shown]
-    said += [f"and {more} more: {view.layout.jobs}/*.events.jsonl"] if more else []
+    said += [f"earlier ones: {view.layout.jobs}/*.events.jsonl"] if len(shown) < len(view.events) else []
     return lines + _section("LAST EVENTS", said)
 
 
@@ -121,6 +125,8 @@ def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
 def why(view: SlurmView, row: JobRow) -> str:
     """Why a job is in its state, with the remedy; "" if it is simply running or completed."""
     state = row.state
+    if row.tasks and all(f"{row.job_id}_{task}" in view.retired for task in row.tasks):
+        return f"{'is being retired' if state.is_alive else 'retired'} by `rlhpc scale`"
     if state.name in ("RUNNING", "COMPLETED"):
         return ""
     words = reason_in_words(row.reason)
@@ -201,7 +207,7 @@ def waits(view: SlurmView) -> list[str]:
     *first, last = there
     subject = f"{', '.join(first)} and {last} wait" if first else f"{last} waits"
     return [
-        f"{subject} for {part}: job {rows[-1].label} {rows[-1].state.name}{_because(view, rows[-1])}"
+        f"{subject} for {part}: job {rows[-1].label} {rows[-1].state.name}{_until(view, rows[-1])}"
         for part, rows in standing.items()
         if part not in there
     ]
@@ -274,9 +280,11 @@ def _is_controller(view: SlurmView, row: JobRow) -> bool:
     return part_of(view, row) == "controller"
 
 
-def _because(view: SlurmView, row: JobRow) -> str:
-    reason = why(view, row)
-    return f" ({row.reason}): {reason}" if row.reason and reason else f": {reason}" if reason else ""
+def _until(view: SlurmView, row: JobRow) -> str:
+    """Slurm's word for the reason, which the table explains, and its estimate of the start."""
+    is_estimated = row.start_unix_s and row.start_unix_s > view.now
+    starts = f", starts about {_clock(row.start_unix_s or 0.0, view.now)}" if is_estimated else ""
+    return f"{f' ({row.reason})' if row.reason else ''}{starts}"
 
 
 # --------------------------------------------------------------------------------------------------------------- words

@@ -430,7 +430,7 @@ class RunView:
             raise ConfigError(f"{self.root}: no metrics yet: the first ones are written after the first step")
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in curves):
-                raise ConfigError(f"--tag {pattern!r}: no metric of this run matches{hint(pattern, curves)}")
+                raise ConfigError(f"{pattern!r}: no metric of this run matches{hint(pattern, curves)}")
         is_wanted = {name: not patterns or any(fnmatchcase(name, each) for each in patterns) for name in curves}
         return tabulated({name: curve for name, curve in curves.items() if is_wanted[name]})
 

@@ -15,12 +15,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from launch.common.text import escaped, json_text, printable, quoted, shortened
+from launch.common.text import counted, escaped, json_text, printable, quoted, shortened
 from launch.run_files.records import name_of_jobs, read_job_records
-from launch.run_files.run_state import certain_document, is_complete, read_document
+from launch.run_files.run_state import certain_document, is_complete, read_document, saved_step
 from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.states import JobStage, reason_in_words
 from launch.view.jobs import SlurmView, document_of, lines_of, look_at_run
@@ -117,10 +117,16 @@ class Notes:
     quarantined: Sequence[Suspicion]  # prompts that are given to no generator any more
     suspects: Sequence[Suspicion]  # prompts that something died of, and that may still be completed
     evaluations: dict[str, dict[int, dict[str, Any]]]  # figures by dataset and step
+    retries: Mapping[str, Any] = field(default_factory=dict)  # failures.json, while no checkpoint has come after it
 
     def lines(self) -> list[str]:
         """Lines for people; none where nothing has happened."""
         found = []
+        if self.retries:
+            tries, most = counted(self.retries["failures"], "attempt"), self.retries.get("max_retries")
+            limit = "" if most is None else f", of at most {most + 1} (cluster.max_retries={most})"
+            why = f": {shortened(said)}" if (said := self.retries.get("why")) else ""
+            found.append(f"retries   {tries} without a checkpoint beyond step {self.retries['saved_step']}{limit}{why}")
         if self.quarantined:
             more = [f"and {len(self.quarantined) - NUM_SHOWN} more"] * (len(self.quarantined) > NUM_SHOWN)
             shown = "; ".join([*(shortened(each.text) for each in self.quarantined[:NUM_SHOWN]), *more])
@@ -144,6 +150,7 @@ class Notes:
             "guard": [*self.guard],
             "quarantined": [asdict(each) for each in self.quarantined],
             "suspects": [asdict(each) for each in self.suspects],
+            "retries": dict(self.retries),
             "evaluations": self.evaluations,
         }
 
@@ -155,9 +162,20 @@ def read_notes(view: RunView) -> Notes:
         max_attempts = view.config.admission.max_attempts if known and view.config is not None else 0
         quarantined = [each for each in known if each.is_quarantined(max_attempts)]
         suspects = [each for each in known if not each.is_quarantined(max_attempts)]
-        return Notes([asdict(entry) for entry in view.guard], quarantined, suspects, view.evaluations)
+        return Notes(
+            [asdict(entry) for entry in view.guard], quarantined, suspects, view.evaluations, _retries(view.layout)
+        )
     except OSError as error:
         raise RunDirectoryError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _retries(layout: RunLayout) -> dict[str, Any]:
+    """Failures since the last checkpoint; {} if there is a newer one, or the run is complete."""
+    document = read_document(layout.failures)
+    numbers = document.get("failures"), document.get("saved_step")
+    if not all(isinstance(number, int) for number in numbers) or layout.summary.exists():
+        return {}
+    return document if saved_step(layout) <= document["saved_step"] else {}
 
 
 # --------------------------------------------------------------------------------------------------------------- status
@@ -202,16 +220,17 @@ def _lines(view: RunView, slurm: SlurmView | None, notes: Notes) -> list[str]:
             said = f"starting (launcher pid {pid})" if pid else ended
             return [f"{view.root}: {said}"]
         if pid:
-            return [*_run_lines(status, f"launcher pid {pid}", _expected(view)), *notes.lines()]
+            return [*_run_lines(status, f"launcher pid {pid}", expected_of(view)), *notes.lines()]
         status, why = _as_it_ended(view)
         lines = _without_roles(status, _run_lines(status, "not running on this machine"))
         return [*lines, *why, *notes.lines()]
     life = "under Slurm" if slurm.is_alive else "none of its jobs is alive"
     if not status:
         head = [f"{view.root}: {life}, no controller yet"]
+    elif slurm.is_alive:
+        head = _run_lines(status, life, expected_of(view), absence="absent")
     else:
-        lines = _run_lines(status, life)
-        head = lines if slurm.is_alive else _without_roles(status, lines)
+        head = _without_roles(status, _run_lines(status, life))
     evaluating = lines_about_evaluation_job(view.layout) if slurm.is_alive else []
     return [*head, *notes.lines(), *evaluating, "", *lines_of(slurm)]
 
@@ -232,26 +251,34 @@ def _as_it_ended(view: RunView) -> tuple[dict[str, Any], list[str]]:
 
 def waiting_for(status: dict[str, Any], expected: Sequence[str]) -> str:
     """The processes that have not said hello yet, for people; "": all have."""
-    missing = _missing(status, expected)
-    more = f" and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
-    return ", ".join(missing[:MOST_NAMES]) + more
+    shown, more = _missing(status, expected)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def _missing(status: dict[str, Any], expected: Sequence[str]) -> list[str]:
+def _missing(status: dict[str, Any], expected: Sequence[str]) -> tuple[list[str], int]:
+    """Who of them has not said hello: some names, and the number of others.  Nobody is missed at the end of a run."""
     there = {role["name"] for role in status["roles"]}
-    return [name for name in expected if name not in there and not name.startswith("controller")]
+    is_over = status.get("is_ending") or status["phase"] in ("complete", "stopped")
+    wanted = () if is_over else expected
+    names = [name for name in wanted if name not in there and not name.startswith("controller")]
+    return names[:MOST_NAMES], max(0, len(names) - MOST_NAMES)
 
 
-def _expected(view: RunView) -> Sequence[str]:
-    from launch.plan.processes import process_names  # slow to import, and needed of a run that lives here
+def expected_of(view: RunView) -> Sequence[str]:
+    """Names of the processes of the run's own plan; none where its settings cannot be read."""
+    from launch.plan.processes import process_names  # slow to import, and needed of a run that lives
 
     return () if view.config is None else process_names(view.config)
 
 
-def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
+def _run_lines(
+    status: dict[str, Any], life: str, expected: Sequence[str] = (), *, absence: str = "starting"
+) -> list[str]:
+    """absence: what is said of processes that are expected and have not said hello."""
     reward = f"{status['reward']:.3f}" if status["step"] else "-"
     in_flight, so_far = _counts_of_groups(status["queue"])
     age = max(time.time() - status["unix_time_s"], 0.0)  # the clock of its node may be ahead of this one
+    missing, more = _missing(status, expected)
     return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
         f"{status['version']}, {life}, as of {age:.0f} s ago",
@@ -266,7 +293,8 @@ def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) 
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
         *(_row(role) for role in status["roles"]),
-        *(f"{name:<14}starting" for name in _missing(status, expected)),
+        *(f"{name:<14}{absence}" for name in missing),
+        *([f"and {more} more {absence}"] if more else []),
     ]
 
 
@@ -461,7 +489,7 @@ NEARLY_OVER_S = 2.0  # once the result exists
 
 def wait_for_run(layout: RunLayout) -> int:
     """Return 0 when all jobs have ended and the run is complete, 1 if it is not, 130 after Ctrl-C."""
-    watch = Watch(layout, sys.stderr)
+    watch = Watch(layout, sys.stderr, expected=seen(lambda: expected_of(RunView(layout)), ()))
     said = ""
     try:
         while True:

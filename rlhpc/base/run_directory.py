@@ -195,6 +195,10 @@ class RunLayout:
         """A job close to its time limit asks the controller to save and to continue in another attempt."""
         return self.jobs / f"{name}.yield"
 
+    def retired(self, name: str) -> Path:
+        """An empty file: `rlhpc scale` has retired this task of an added array (JOB_TASK), which is no accident."""
+        return self.jobs / f"{name}.retired"
+
     @property
     def failures(self) -> Path:
         """Failed attempts since the last new checkpoint, as JSON; they count against `cluster.max_retries`."""

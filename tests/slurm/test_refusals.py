@@ -87,9 +87,10 @@ def test_more_gpus_than_a_node_has_are_refused(slurm: DevCluster, tmp_path: Path
 
 
 def test_an_unknown_account_is_refused(slurm_accounts: DevCluster, tmp_path: Path) -> None:
-    lines = refusal(slurm_accounts, plan_of(tmp_path, common={"account": "nobody"}))
-    assert [line.split(".")[0] for line in lines] == ["controller", "trainer", "generation"]
-    assert lines[0].startswith("controller.account='nobody': no account of yours; legal: lab")
+    (line,) = refusal(slurm_accounts, plan_of(tmp_path, common={"account": "nobody"}))
+    assert line.startswith("common.account='nobody': no account of yours; legal: lab")
+    (line,) = refusal(slurm_accounts, plan_of(tmp_path, common={"account": "lab"}, trainer={"account": "nobody"}))
+    assert line.startswith("trainer.account='nobody': no account of yours; legal: lab")
     with turned_to(slurm_accounts):
         refuse_unfit(plan_of(tmp_path, common={"account": "lab"}))
 
@@ -103,11 +104,13 @@ def test_an_account_that_the_partition_does_not_name_is_a_warning_where_sbatch_t
     try:
         with turned_to(slurm_accounts):
             refuse_unfit(plan)
-            warned = [finding for finding in find_unfit(plan, ask_cluster()) if finding.key == "trainer.account"]
+            warned = [finding for finding in find_unfit(plan, ask_cluster()) if finding.key == "common.account"]
     finally:
         slurm_accounts.run("scontrol", "update", "PartitionName=train", "AllowAccounts=ALL")
     assert [finding.verdict for finding in warned] == ["warn"]
-    assert warned[0].text == "partition 'train' does not accept this account by its name: it may never start"
+    assert warned[0].text == (
+        "partition 'train' does not accept this account by its name: it may never start (here of trainer)"
+    )
 
 
 def test_an_account_that_sbatch_refuses_is_refused(make_cluster: MakeCluster, tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_generators_are_added_and_the_youngest_retired(
     capsys.readouterr()
 
     assert main(["scale", root, "--generators", "-2", "--dry-run"]) == 0
-    assert f"would end   generator-4 (job {second}_0, pending)" in capsys.readouterr().out
+    assert f"would retire   generator-4 (job {second}_0, pending)" in capsys.readouterr().out
     assert main(["scale", root, "--generators", "-2"]) == 0
     assert desk.queued() == sorted([*planned, f"{first}_0"])
     assert main(["scale", root, "--generators", "-2"]) == EXIT_CONFIG

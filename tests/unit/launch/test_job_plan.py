@@ -153,7 +153,7 @@ NO_GPUS: dict[str, Any] = {"gpus_per_node": None}
         ("run.directory=/shared/50%", {}, ["'%' is not safe in a batch script"]),
         ("", {"common": {"time": None}}, ["controller.time: missing in the site file, as is common.time"]),
         ("", {"trainer": {"gres": "gpu:1"}}, ["trainer.gres='gpu:1'", "gpus_per_node", "[controller]"]),
-        ("", {"common": {"gres": "disk:9,gpu:a100:1"}}, ["trainer.gres='disk:9,gpu:a100:1'"]),
+        ("", {"common": {"gres": "disk:9,gpu:a100:1"}}, ["common.gres='disk:9,gpu:a100:1'", "[trainer]"]),
         ("", {"trainer": {"time": 30}}, ["trainer.time='0:30:00' differs from", "='1:00:00'", "common.time"]),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,17 +16,20 @@ import pytest
 
 from launch.cli import main
 from launch.commands.predict import Figure, Rates, Split, other_splits, pace_of, rates_of
+from launch.commands.submit import Submission, short_times
 from launch.commands.sweep import MOST_RUNS, sweep_of
 from launch.doctor.site import refuse_missing_software, software_not_here
+from launch.plan.jobs import plan_jobs
 from launch.plan.script import component_directives, plan_report, render_script, render_scripts
 from launch.plan.site_file import Site
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config
 from rlhpc.metrics.tensorboard import Recorder
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests.patience import PATIENCE_S
 from tests.ring.run_kit import quick_settings, to_toml
 from tests.unit.launch.runs_kit import TextRun
-from tests.unit.launch.site_kit import GOLDEN, PAIRS, ROOT, component_of, config_of, plan_of, site_of
+from tests.unit.launch.site_kit import GOLDEN, PAIRS, ROOT, component_of, config_of, plan_of, site_of, write_status
 from tests.unit.launch.test_slurm_queue import scontrol
 
 # ----------------------- Scripts are what they were when somebody last read them, and bash does with them what they say
@@ -348,6 +352,7 @@ def test_what_makes_no_sweep_is_refused(run_file):
         ("40", ["trainer.learning_rate=1e-6,2e-6"], "--seeds and --sweep: 80 runs"),
         (None, ["trainer.learning_rate"], "legal: section.key=value,value"),
         (None, ["trainer.learning_rate=1e-6,"], "legal: section.key=value,value"),
+        (None, ["learning_rate=1,2"], r"'learning_rate=1,2': a key without .* mean trainer.learning_rate=1,2\?"),
         (None, ["=1"], "legal: section.key=value,value"),
         (None, ["trainer.learning_rat=1"], r"trainer\.learning_rat=1: unknown key.*did you mean learning_rate"),
         (None, ["trainer.learning_rate=1e-6,fast"], "trainer.learning_rate='fast'"),
@@ -634,6 +639,30 @@ def test_people_read_stages_bottleneck_and_what_is_guessed(files, capsys):
     for said in ("12 figures are guessed", "a guess: data sheet of h100", "bottleneck  ", "hours of 3 GPUs",
                  "run.deterministic=true", "recommended "):  # fmt: skip
         assert said in text
+
+
+def test_a_time_limit_too_short_for_a_step_is_warned_of_as_far_as_estimates_know(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    rates = {"trainer_tokens_per_s": 0.01, "engine_step_s": 0.01, "engine_sample_s": 0.001}
+    config = config_of(f"model.path={tmp_path}", f"run.directory={tmp_path}/run")
+    known = {"cluster": {"shared_directory": str(tmp_path)}, "rates": rates}
+
+    def said(**sections: Any) -> list[str]:
+        site = site_of(**(known | sections))
+        layout = RunLayout(config.run_directory)
+        return short_times(Submission(config, tmp_path / "site.toml", site, plan_jobs(config, site, layout)))
+
+    (line,) = said()
+    assert re.match(
+        r"common.time='1:00:00': a step and its checkpoint take \d.*, by the rates of `rlhpc plan --pr", line
+    )
+    assert said(rates=rates | {"trainer_tokens_per_s": 1e6}) == []
+    assert said(rates={}, trainer={"gpu": None}, generation={"gpu": None}) == [], "nothing to estimate it from"
+    layout = RunLayout(config.run_directory)
+    layout.root.mkdir()
+    write_status(layout, phase="training", step=3, step_s=3000.0, save_s=700.0)
+    (line,) = said(rates={}, trainer={"gpu": None}, generation={"gpu": None})
+    assert "take 1 h 01 min, as measured in this run" in line
 
 
 def test_programs_get_every_figure_with_its_source(files, tmp_path, capsys):

@@ -123,8 +123,8 @@ def test_metrics_are_a_frame(run, library):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tag", "reward/meen"], "--tag 'reward/meen': no metric of this run matches (did you mean reward/mean?)"),
-        (["--tag", "zzz"], "--tag 'zzz': no metric of this run matches; it has evaluation/*, reward/*, trainer/*"),
+        (["--tag", "reward/meen"], "'reward/meen': no metric of this run matches (did you mean reward/mean?)"),
+        (["--tag", "zzz"], "'zzz': no metric of this run matches; it has evaluation/*, reward/*, trainer/*"),
         (["--out", "run.xlsx"], "--out run.xlsx: legal: a name that ends in .csv or .parquet"),
     ],
 )
@@ -229,7 +229,9 @@ def test_a_run_is_the_same_run_whichever_of_its_metrics_are_exported(run):
 
 
 def test_a_frame_of_metrics_names_what_it_lacks(run):
-    with pytest.raises(ConfigError, match="legal: pandas, polars"):
+    with pytest.raises(ConfigError, match=r"^'zzz': no metric of this run matches"):
+        rlhpc.Run.load(run).metrics_frame("pandas", "zzz")
+    with pytest.raises(ConfigError, match="library='excel'; legal: pandas, polars"):
         rlhpc.Run.load(run).metrics_frame("excel")  # type: ignore[arg-type]
 
 

@@ -402,15 +402,23 @@ def test_a_dry_run_of_an_addition_prints_its_script_and_makes_nothing(config, la
     layout.site.write_text(
         f'[cluster]\nshared_directory = "{tmp_path}"\n[common]\ntime = 60\n[trainer]\n[generation]\npartition = "gen"\n'
     )
+    scale = ["scale", str(layout.root), "--generators", "+2", "--dry-run"]
+    assert main(scale) == EXIT_CONFIG, "what `scale` refuses, its dry run does"
+    assert "the controller's job is not in the queue" in capsys.readouterr().err
+    write_job_record(layout, JobRecord(12, "hetjob", "hetjob", None, "plan", "script", False, 0, 1, None, 0.0))
     before = sorted(layout.root.rglob("*"))
     words = ["scale", str(layout.root), "--generators", "+2", "--partition", "scavenge", "--time", "30", "--dry-run"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "not checked what the cluster would refuse: scontrol: no such command here" in out
+    for command in ("Slurm did not answer: squeue", "scontrol"):
+        assert f"not checked what the cluster would refuse: {command}: no such command here" in out
     assert "----- generation-1.sbatch" in out
     for line in ("--partition=scavenge", "--time=0:30:00", "--array=0-1"):
         assert f"#SBATCH {line}\n" in out
+    assert "warning" not in out
     assert sorted(layout.root.rglob("*")) == before
+    assert main([*scale, "--generators", "+1000"]) == 0
+    assert "+1000: 1001 generators share " in capsys.readouterr().out
     assert main([*words, "--time", "4:00"]) == EXIT_CONFIG
     assert "--time '4:00': Slurm reads this as minutes and seconds" in capsys.readouterr().err
 

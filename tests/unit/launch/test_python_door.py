@@ -17,6 +17,7 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from launch.run_files.run_state import EventLog
 from launch.supervisor.controller_job import SOONER
 from rlhpc.config.file import load_config
 from rlhpc.metrics.tensorboard import Recorder
-from rlhpc.protocol.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
+from rlhpc.protocol.errors import CheckpointError, ConfigError, RlhpcError, RoleFailed, RunDirectoryError
 from rlhpc.training.checkpoint_directory import begin, complete
 from tests.ring.run_kit import make_lab
 from tests.unit.doc_pages import ROOT, blocks
@@ -159,6 +160,15 @@ except AttributeError as error:
 assert not hasattr(rlhpc, "_ipython_display_")
 """
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_errors_are_where_the_page_says():
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    paragraph = next(each for each in page.split("\n\n") if each.startswith("**Errors**"))
+    names = re.findall(r"`(\w+Error|RoleFailed)`(?: \(`([\w.]+)`\))?", paragraph)
+    assert len(names) == 6
+    for name, module in names:
+        assert issubclass(resolve_name(f"{module or 'rlhpc.protocol.errors'}:{name}"), RlhpcError)
 
 
 def test_a_figure_that_is_not_there_is_answered_with_one_that_is(first):

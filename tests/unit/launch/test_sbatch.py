@@ -436,6 +436,14 @@ def test_of_a_suspended_job_a_stop_says_what_lets_it_end(commands, two_jobs):
     assert "`scontrol resume 12`" in said
 
 
+def test_a_complete_run_is_not_waited_for_and_not_asked_where_slurm_is_away(commands, two_jobs, monkeypatch):
+    commands.put("squeue", AWAY_FROM_SQUEUE)
+    two_jobs.summary.write_text("{}")
+    (said,) = stopped(two_jobs)
+    assert said.startswith(f"{two_jobs.root}: complete; its jobs, if there are any, end by themselves (Slurm did not")
+    assert not two_jobs.stop_request.exists()
+
+
 @pytest.mark.waits
 def test_running_jobs_are_asked_to_stop_though_slurm_does_not_answer(commands, two_jobs, tmp_path, monkeypatch):
     """They look for the file themselves, and slurmctld may be away for hours."""

@@ -10,6 +10,7 @@ import pytest
 
 from launch.doctor.site import check_directory, filesystem_type
 from launch.doctor.slurm_plan import check_plan
+from launch.plan.jobs import Elastic, plan_elastic
 from launch.slurm.cluster_facts import (
     LIMITS_OF_ASSOCIATIONS,
     LIMITS_OF_QOS,
@@ -24,7 +25,8 @@ from launch.slurm.cluster_facts import (
     parse_qos,
 )
 from launch.slurm.states import duration_s
-from tests.unit.launch.site_kit import plan_of
+from rlhpc.base.run_directory import RunLayout
+from tests.unit.launch.site_kit import config_of, plan_of, site_of
 
 # As scontrol --oneliner prints them, shortened.
 PARTITIONS = """\
@@ -77,8 +79,8 @@ def with_config(**values: str) -> ClusterFacts:
 def test_a_time_above_the_partitions_limit_is_told_with_the_limit():
     lines = said(common={"time": "3-00:00:00"})
     assert lines == [
-        f"fail {name}.time='3-00:00:00': partition 'gpu' allows 2-00:00:00; legal: at most '2-00:00:00'"
-        for name in ("trainer", "generation")
+        "fail common.time='3-00:00:00': partition 'gpu' allows 2-00:00:00 (here of trainer, generation); "
+        "legal: at most '2-00:00:00'"
     ]
 
 
@@ -88,7 +90,7 @@ def test_a_qos_may_go_beyond_the_partitions_time_and_may_give_less():
     facts = replace(with_config(AccountingStorageEnforce="associations"), partitions=limited)
     assert not [line for line in said(facts, common=beyond) if ".time" in line]
     lines = said(common={"time": "1-00:00:00", "qos": "long"})
-    assert "fail trainer.time='1-00:00:00': QOS 'long' allows 12:00:00; legal: at most '12:00:00'" in lines
+    assert lines == ["fail common.time='1-00:00:00': QOS 'long' allows 12:00:00; legal: at most '12:00:00'"]
 
 
 def row(columns: tuple[str, ...], *cells: str, **limits: str) -> str:
@@ -121,7 +123,7 @@ def test_limits_hold_without_a_qos_in_the_site_file():
         "fail trainer.gpus_per_node='2 GPUs': QOS 'normal', its default, allows 1 GPU per user; legal: at most 1 "
         "GPU; a smaller size, or another `qos` or `account`"
     )
-    line = "fail trainer.time='1:00:00': {} allows 0:30:00; legal: at most '0:30:00'"
+    line = "fail common.time='1:00:00': {} allows 0:30:00; legal: at most '0:30:00'"
     assert line.format("QOS 'normal', its default,") in said(with_limits(qos="normal||00:30:00\n"))
     chosen = with_limits(qos="normal||\nlong||00:30:00\n", mine="lab||normal,long|long|")
     assert line.format("QOS 'long', its default,") in said(chosen)
@@ -129,8 +131,8 @@ def test_limits_hold_without_a_qos_in_the_site_file():
     assert line.format("QOS 'long', its default,") in said(alone)
     of_partition = with_limits(qos="normal||\npart||00:30:00\n", partition="part")
     assert said(of_partition) == [
-        f"fail {name}.time='1:00:00': QOS 'part' of partition 'gpu' allows 0:30:00; legal: at most '0:30:00'"
-        for name in ("trainer", "generation")
+        "fail common.time='1:00:00': QOS 'part' of partition 'gpu' allows 0:30:00 (here of trainer, generation); "
+        "legal: at most '0:30:00'"
     ]
     assert line.format("account 'lab'") in said(with_limits(mine="lab||normal|||00:30:00"))
     above = with_limits(accounts="lab|uni|\n" + row(LIMITS_OF_ASSOCIATIONS, "uni", "root", grptres="gres/gpu=1"))
@@ -141,14 +143,14 @@ def test_the_first_that_sets_a_limit_decides():
     mine = "lab||normal|||00:30:00"
     assert not said(with_limits(qos="normal||02:00:00\n", mine=mine))
     beyond = with_limits(qos="normal||00:30:00\npart||02:00:00\n", partition="part")
-    assert [line for line in said(beyond) if "trainer" in line] == []
+    assert "(here of controller)" in only(said(beyond))
     over = with_limits(qos="normal|OverPartQOS|00:30:00\npart||02:00:00\n", partition="part")
-    assert any(line.startswith("fail trainer.time") for line in said(over))
+    assert any(line.startswith("fail common.time") and "here of" not in line for line in said(over))
     for where in (with_limits(mine=mine), with_limits(qos="normal||00:30:00\n")):
         assert not said(replace(where, config={**where.config, "AccountingStorageEnforce": "associations,qos"}))
         assert said(replace(where, config={**where.config, "AccountingStorageEnforce": "safe"}))
     of_partition = with_limits(mine="lab||normal|||00:30:00\nlab|gpu|normal|||02:00:00")
-    assert [line.split(".")[0] for line in said(of_partition)] == ["fail controller"]
+    assert "allows 0:30:00 (here of controller); legal" in only(said(of_partition))
 
 
 @pytest.mark.parametrize(
@@ -159,10 +161,10 @@ def test_the_first_that_sets_a_limit_decides():
      ({"maxtres": "gres/gpu:h100=1"}, "fail trainer.gpus_per_node='2 h100 GPUs': {} allows 1 h100 GPU per job; "),
      ({"mintres": "gres/gpu=1"}, "fail controller.gpus_per_node='0 GPUs': {} takes only jobs of 1 GPU or more"),
      ({"maxtresperaccount": "node=0"}, "fail controller.nodes='1 node': {} allows 0 nodes per account"),
-     ({"maxtresmins": "cpu=240"}, "fail trainer.time='1:00:00': 8 cores for so long are more than the 240 minutes of "
-                                  "them that {} allows per job; legal: at most '0:30:00'"),
-     ({"grptresrunmins": "gres/gpu=60"}, "fail trainer.time='1:00:00': 2 GPUs for so long are more than the 60 minutes "
-                                         "of them that {} allows at once; legal: at most '0:30:00'")],
+     ({"maxtresmins": "cpu=240"}, "fail common.time='1:00:00': 8 cores for so long are more than the 240 minutes of "
+                                  "them that {} allows per job (here of trainer); legal: at most '0:30:00'"),
+     ({"grptresrunmins": "gres/gpu=60"}, "fail common.time='1:00:00': 2 GPUs for so long are more than the 60 minutes "
+                                         "of them that {} allows at once (here of trainer); legal: at most '0:30:00'")],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )  # fmt: skip
 def test_each_kind_of_limit_is_told_with_its_amount(limits, line):
@@ -218,6 +220,20 @@ def test_a_cluster_without_job_arrays_is_told_with_the_other_placement():
     told = [each for each in check_plan(elastic, with_config(MaxArraySize="0")) if each.verdict == "fail"]
     assert ["'hetjob'" in each.line for each in told] == [False]
     assert "`rlhpc scale` cannot be used here" in told[0].line
+
+
+@pytest.mark.parametrize(
+    ("gpus", "room"), [({"gpus_per_node": 8}, 32), ({"gpus_per_node": None, "gpu": None, "cpus_per_gpu": 32}, 12)]
+)
+def test_more_added_generators_than_the_nodes_have_room_for_are_warned_of(gpus, room):
+    site, config = site_of(generation=gpus), config_of()
+    for count in (room, room + 100):
+        added = plan_elastic(config, site, RunLayout(Path("/shared/run")), Elastic("generation-1", count, 1, "hetjob"))
+        wrong = [finding.line for finding in check_plan(added, FACTS) if finding.verdict != "pass"]
+        assert wrong == [
+            f"generation.partition='gpu': {count} generators, and its nodes have room for {room}, if nothing else runs "
+            "there; fewer of them, the others only wait"
+        ] * (count > room)
 
 
 def test_more_nodes_than_the_partition_gives_are_told():
@@ -278,7 +294,7 @@ def test_an_account_or_a_qos_is_said_to_be_unchecked_where_there_is_no_accountin
     bare = replace(FACTS, associations=None, qos=(), default_account="")
     line = "warn {}: not checked: this cluster keeps no accounts, or did not tell them; Slurm may pass over it"
     assert not said(bare)
-    assert said(bare, common={"qos": "long"}) == [line.format("controller.qos='long'")]
+    assert said(bare, common={"qos": "long"}) == [line.format("common.qos='long'")]
     assert said(bare, trainer={"account": "lab"}, generation={"account": "other"}) == [
         line.format("trainer.account='lab'"), line.format("generation.account='other'")
     ]  # fmt: skip
@@ -327,7 +343,7 @@ def test_more_jobs_than_may_be_submitted_at_once_are_warned_of():
 def test_what_only_one_of_several_partitions_refuses_is_a_warning():
     line = only(said(common={"time": "3-00:00:00"}, trainer={"partition": "lab"}, generation={"partition": "lab,gpu"},
                      cluster={"placement": "jobs"}))  # fmt: skip
-    assert line.startswith("warn generation.time='3-00:00:00': partition 'gpu' allows")
+    assert line.startswith("warn common.time='3-00:00:00': partition 'gpu' allows 2-00:00:00 (here of generation)")
 
 
 def test_a_site_that_hides_its_nodes_is_taken_at_its_word():

@@ -322,6 +322,7 @@ def test_commands_of_a_slurm_without_a_cluster_say_so_in_a_few_words(commands):
     commands.put("squeue", f"cat >&2 <<'END'\n{NOT_CONFIGURED}\nEND\nexit 1")
     trouble = look_at_jobs([7]).trouble
     assert "squeue: no cluster here: Slurm is installed, and not configured" in trouble
+    assert "run this on a login node with the site's module for Slurm, or set SLURM_CONF to its slurm.conf" in trouble
     assert "resolve_ctls" not in trouble
     assert is_away(SlurmError(trouble)), "the name server of a cluster may be away for a moment"
 
@@ -365,6 +366,20 @@ def test_what_is_neither_hidden_nor_there_is_still_an_error(commands, monkeypatc
         commands.put("scontrol", answer)
         with pytest.raises(SlurmError, match=said):
             ask_cluster()
+
+
+def test_where_slurmctld_gives_no_answer_it_is_said_what_to_look_at(commands, monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster_facts, "PATIENCE_S", 0.0)
+    commands.put("scontrol", AWAY)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    with pytest.raises(SlurmError, match=r"`scontrol ping` says whether slurmctld is up \(SLURM_CONF is not set"):
+        ask_cluster()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    with pytest.raises(SlurmError, match=r"\(SLURM_CONF='.*slurm.conf' says which one\): if so, try again"):
+        ask_cluster()
+    commands.put("scontrol", "exec sleep 600")  # as Slurm's commands, which look for a lost slurm.conf for a minute
+    with pytest.raises(SlurmError, match=r"no answer in 0.3 s; SLURM_CONF='.*slurm.conf' is not there\)$"):
+        ask_cluster(timeout_s=0.3)
 
 
 def test_a_time_out_of_a_trial_submission_is_no_refusal(commands, monkeypatch):
@@ -450,9 +465,7 @@ def test_a_submission_tells_the_warnings_of_the_cluster(commands, tmp_path):
     commands.put("sbatch", "exit 0")
     site = {"cluster": {"shared_directory": str(tmp_path)}, "common": {"qos": "long"}}
     lines = refuse_unfit(plan_of(f"run.directory={tmp_path / 'run'}", **site))
-    told = (
-        "controller.qos='long': not checked: this cluster keeps no accounts, or did not tell them; Slurm may pass over"
-    )
+    told = "common.qos='long': not checked: this cluster keeps no accounts, or did not tell them; Slurm may pass over"
     assert f"warning     {told} it" in lines
 
 

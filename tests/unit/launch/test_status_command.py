@@ -9,13 +9,17 @@ import resource
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.commands.submit import wait_if_asked
 from launch.run_files.records import JobRecord, write_job_record
+from launch.supervisor.outcomes import RetryBudget
+from launch.view import status as status_view
 from launch.view.run import RunView
 from launch.view.status import read_notes, render_status, verifier_lines
 from rlhpc.base.files import write_atomically
@@ -135,7 +139,7 @@ def test_each_job_is_named_by_what_it_does(separate):
         assert words in separate.document["next"][0]
     for task in range(20):
         separate.event(f"14_{task}", f"task {task}", 100 - task)
-    assert "and 12 more: " in separate.text
+    assert f"earlier ones: {separate.layout.jobs}/*.events.jsonl" in separate.text
     assert len(separate.document["events"]) == 20
 
 
@@ -156,10 +160,8 @@ def test_components_of_a_heterogeneous_job_are_named_by_the_plan(run):
 def test_who_waits_for_whom_is_said_with_the_reason_and_the_estimate(separate):
     (said,) = separate.document["waits"]
     beginning, _, when = said.rpartition(" ")
-    assert beginning == (
-        "controller and generation wait for trainer: job 13 PENDING (Resources): next in line; waits for nodes to "
-        "become free; starts about"
-    )
+    assert beginning == "controller and generation wait for trainer: job 13 PENDING (Resources), starts about"
+    assert separate.text.count("waits for nodes to become free") == 1, "the table has it"
     assert when in (moment(3600, "%H:%M"), moment(3540, "%H:%M"))  # the minute may just have changed
     assert "WAITING      controller and generation wait for trainer: job 13 PENDING" in separate.text
 
@@ -225,8 +227,14 @@ def test_attempt_restart_and_last_events_are_told_newest_first(separate):
     text = separate.text
     assert "first: training, step 41/100, policy version 41, under Slurm" in text
     assert "attempt 3 from step 40, job 12, restart 1, controller on c0" in text
-    assert "something earlier" not in text
-    assert text.index("job 14_0: generator-0 starts") < text.index("job 12: attempt 3 begins from step 40")
+    order = ["job 14_0: generator-0 starts", "job 12: attempt 3 begins from step 40", "job 12: something earlier"]
+    assert [said for said in order if said not in text] == []
+    assert sorted(order, key=text.index) == order, "the last of all, not the last of each supervisor"
+    for k in range(8):
+        separate.event("12", f"news {k}", 5)
+    shown = separate.text.partition("LAST EVENTS")[2]
+    assert [f"news {k}" for k in range(8) if f"news {k}" not in shown] == []
+    assert "attempt 3 begins" not in shown
 
 
 def test_without_slurm_or_its_answer_the_rest_is_still_shown(separate, monkeypatch):
@@ -244,7 +252,15 @@ def test_without_slurm_or_its_answer_the_rest_is_still_shown(separate, monkeypat
 
 def test_a_run_on_this_machine_is_shown_without_a_word_of_slurm(run):
     assert run.text.endswith("ended before its controller started")
-    nothing = {"status": None, "slurm": None, "evaluations": {}, "guard": [], "quarantined": [], "suspects": []}
+    nothing = {
+        "status": None,
+        "slurm": None,
+        "evaluations": {},
+        "guard": [],
+        "quarantined": [],
+        "suspects": [],
+        "retries": {},
+    }
     assert json.loads(render_status(run.layout, as_json=True)) == nothing
     run.layout.status.write_text(json.dumps(STATUS))
     assert "not running on this machine" in run.text
@@ -323,6 +339,70 @@ def test_a_resume_is_not_advised_while_the_run_lives_which_would_refuse_it(livin
     assert why_of(living, "14_3").endswith("; will be resubmitted by the controller's job")
     living.queue(line("12", "NODE_FAIL", nodes="c0") + line("14_1", "PREEMPTED", nodes="g1"))
     assert f"`rlhpc resume {living.layout.root}` continues" in why_of(living, "14_1")
+
+
+def test_attempts_that_have_saved_nothing_are_counted_with_the_last_reason(living):
+    living.queue(UP)
+    assert "retries" not in living.text
+    for why in ("no node", "12 s are left, and stopping needs 60 s"):
+        RetryBudget(living.layout, 5).take(0, why)
+    assert (
+        "retries   2 attempts without a checkpoint beyond step 0, of at most 6 (cluster.max_retries=5): 12 s are left"
+    ) in living.text
+    (living.layout.checkpoint(3)).mkdir(parents=True)
+    (living.layout.checkpoint(3) / "COMPLETE").touch()
+    assert "retries" not in living.text, "a new checkpoint refills them"
+
+
+def test_a_generator_that_was_retired_is_no_accident(living):
+    living.job(16, "generation-2", is_elastic=True, array_size=3, first_replica=5)
+    for task in (0, 1):
+        living.layout.retired(f"16_{task}").touch()
+    living.queue(UP + line("16_0", "CANCELLED", nodes="g1") + line("16_1", "RUNNING", nodes="g2")
+                 + line("16_2", "CANCELLED", nodes="g3"))  # fmt: skip
+    assert why_of(living, "16_0") == "retired by `rlhpc scale`"
+    assert why_of(living, "16_1") == "is being retired by `rlhpc scale`"
+    assert why_of(living, "16_2").startswith("has been cancelled by you or an administrator")
+
+
+def test_processes_that_are_not_there_yet_are_named_under_slurm_too(living):
+    write_resolved(config_of("generation.num_replicas=6", "run.name=x"), living.layout, "")
+    roles = [{"name": name, "state": "starting", "version": -1, "silent_s": 0.1, "waits_for": "", "metrics": {}}
+             for name in ("reward-0", "generator-2")]  # fmt: skip
+    status = STATUS | {"unix_time_s": time.time(), "phase": "waiting for generators", "roles": roles}
+    living.layout.status.write_text(json.dumps(status))
+    living.queue(UP)
+    absent = [words for words in living.text.splitlines() if words.endswith("absent")]
+    assert absent == [
+        *(f"{name:<14}absent" for name in ("trainer-0", "trainer-1", "generator-0", "generator-1")),
+        "and 3 more absent",
+    ]
+    living.layout.status.write_text(json.dumps(status | {"phase": "complete"}))
+    assert "absent" not in living.text, "at the end everybody leaves"
+    living.queue("")
+    assert "absent" not in living.text
+
+
+def test_who_waits_for_jobs_sees_who_is_missing_and_at_the_end_the_figures(living, capsys, monkeypatch):
+    write_resolved(config_of("generation.num_replicas=2", "run.name=x"), living.layout, "")
+    status = STATUS | {"unix_time_s": time.time(), "phase": "starting", "step": 0}
+    living.layout.status.write_text(json.dumps(status | {"roles": [{"name": "reward-0"}]}))
+    ended, asked = line("12", "COMPLETED", nodes="c0"), living.bin / "asked"
+    runs = UP.splitlines()[0]
+    living.script(f"[ -e {asked} ] && {{ echo '{ended.strip()}'; exit; }}; touch {asked}; echo '{runs}'")
+    monkeypatch.setattr(status_view, "ASK_SLURM_EVERY_S", 0.1)
+    assert wait_if_asked(living.layout, Namespace(wait=True)) == 1
+    out, err = capsys.readouterr()
+    assert "starting | waits for trainer-0, trainer-1, generator-0, generator-1 | " in err
+    root = living.layout.root
+    assert out == f"{root}: stopped before the first step; `rlhpc resume {root}` continues it\n"
+    living.layout.summary.write_text(json.dumps({"steps": 7, "reward_last_tenth": 0.5}))
+    assert wait_if_asked(living.layout, Namespace(wait=True)) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"optimiser steps +7\n", out), "as `rlhpc run` ends"
+    assert f"`rlhpc export {root} MODEL`" in out
+    assert wait_if_asked(living.layout, Namespace(wait=False)) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_a_job_whose_time_was_cut_short_is_not_said_to_have_come_to_its_limit(living):

@@ -208,7 +208,7 @@ def test_an_attempt_that_takes_longer_to_begin_than_its_job_may_last_is_a_failur
     program.chmod(0o755)
     plan = job_part(layout, "controller", part_of("controller", here=True, program=str(program)))
 
-    def life() -> Cause:
+    def life() -> Outcome:
         """Of which 16 s are left; Slurm's SIGTERM comes a little early."""
         signals, limit = Signals(), Life(0.0)
         began = time.monotonic()
@@ -216,11 +216,14 @@ def test_an_attempt_that_takes_longer_to_begin_than_its_job_may_last_is_a_failur
         timer = threading.Timer(2.5, setattr, (signals, "end_requested", True))
         timer.start()
         try:
-            return controller_of(plan, job_of_id(7), limit, signals=signals).run().cause
+            return controller_of(plan, job_of_id(7), limit, signals=signals).run()
         finally:
             timer.cancel()
 
-    assert [life() for _ in range(3)] == [Cause.TIME, Cause.TIME, Cause.GIVEN_UP], "max_retries is 2"
+    lives = [life() for _ in range(3)]
+    assert [each.cause for each in lives] == [Cause.TIME, Cause.TIME, Cause.GIVEN_UP], "max_retries is 2"
+    assert "its `time` in the site file may be too short for a step" in lives[0].text
+    assert lives[2].text.endswith("; not beyond step 0 in 3 attempts")
 
 
 @pytest.mark.starts
