@@ -13,6 +13,8 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     reference   4·Ψ master, 4·Ψ gradients, 8·Ψ moments, and b·Ψ of a copy below float32; every rank holds all.
     With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
     With a critic all of this but the reference twice; it is taken to be of the policy's size.
+    adapters    of [lora], φ numbers: b·Ψ frozen (divided by N in ZeRO stage 3), and for φ what stands above for Ψ in
+                float32, of DeepSpeed in model.dtype; Megatron's are not divided.  The reference is the frozen model.
 Activations and the head: memory_plan.py.
 Host memory while a model is loaded: DeepSpeed has all Ψ on every rank in float32 and then in model.dtype too, before
 anything is cut; the reference has them in float32.  Megatron reads slices.
@@ -20,12 +22,13 @@ anything is cut; the reference has them in float32.  Megatron reads slices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.adapter import OUTPUT, adapter_specs, chosen_layers, matrices_of
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ModelShape, ParallelLayout, RankParameters, layers_of_stage
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.weights.buckets import plan_buckets
@@ -69,6 +72,7 @@ class RowMemory:
     layout: ParallelLayout
     trainer: TrainerConfig
     element_bytes: int
+    is_head_trained: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -160,7 +164,7 @@ class RowMemory:
         shape, b = self.shape, self.element_bytes
         vocabulary = self.layout.padded_vocabulary(shape.vocabulary) // self.layout.tensor
         logits = 4 * min(LOGPROB_CHUNK_TOKENS, self.num_tokens) * vocabulary
-        weight = 4 * vocabulary * shape.hidden
+        weight = 4 * vocabulary * shape.hidden * self.is_head_trained
         backward = logits + weight if b == 4 else logits // 4 + weight * 13 // 8
         hidden = self.num_tokens * shape.hidden
         around = hidden * self._norm_bytes // self._norm_share + 3 * hidden * b
@@ -272,13 +276,15 @@ def fullest(plan: tuple[RankMemory, ...]) -> RankMemory:
 def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stage: int) -> RankMemory:
     held = shape.on_rank(layout, stage)
     state = _STATES[config.trainer.backend](config, layout, held)
+    if config.lora.rank:
+        state = _beside_adapters(config, shape, layout, held)
     b = ELEMENT_BYTES[config.model.dtype]
     num_models = 2 if config.has_critic else 1
     reference = _reference_bytes(config, layout, held)
     is_far = config.trainer.reference_memory == "host" or config.trainer.parameter_offload
     average = 0 if config.trainer.ema_decay == "off" else 4 * state.num_owned
     is_average_far = config.trainer.ema_memory == "host"
-    row = RowMemory(shape, layout, config.trainer, b)
+    row = RowMemory(shape, layout, config.trainer, b, not config.lora.rank or OUTPUT in config.lora.targets)
     head = row.head() if stage == layout.pipeline - 1 else 0
     return RankMemory(
         stage=stage,
@@ -304,7 +310,22 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
 
 def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
     """Bytes of every bucket that new weights travel in."""
+    if sends_adapters(config):
+        specs = adapter_specs(chosen_layers(config.lora, matrices_of(shape.tensors)), config.lora.rank)
+        sizes, ends = [4 * prod(spec.shape) for spec in specs], plan_buckets(specs, config.weights.bucket_bytes)
+        return tuple(sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
     return _bucket_sizes(shape, config.model.dtype, config.weights.bucket_bytes)
+
+
+def sends_adapters(config: Config) -> bool:
+    """Whether a version is A and B alone."""
+    return config.lora.rank > 0 and config.weights.form == "adapter"
+
+
+def num_adapter_parameters(config: Config, shape: ModelShape) -> int:
+    """Numbers of all A and B.  Raises ConfigError for targets that are no layers of the model."""
+    layers = chosen_layers(config.lora, matrices_of(shape.tensors))
+    return sum(config.lora.rank * (rows + columns) for rows, columns in layers.values())
 
 
 @cache  # a mixture has 20,000 tensors, and advice tries dozens of settings that leave the buckets as they are
@@ -316,7 +337,7 @@ def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int
 
 def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameters) -> int:
     """A copy of the forward pass's parameters, cut as they are; while they change places one tensor is there twice."""
-    if not config.algorithm.kl_coefficient:
+    if not config.algorithm.kl_coefficient or config.lora.rank:
         return 0
     is_cut = config.trainer.backend == "deepspeed" and config.trainer.zero_stage == 3
     return ELEMENT_BYTES[config.model.dtype] * (-(-held.total // layout.data) if is_cut else held.total)
@@ -324,7 +345,7 @@ def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameter
 
 def _image_bytes(config: Config, shape: ModelShape) -> int:
     """What the rank that sends compares new weights with (rlhpc/weights/deltas.py); "auto" is NCCL on GPUs."""
-    weights, b = config.weights, ELEMENT_BYTES[config.model.dtype]
+    weights, b = config.weights, 4 if sends_adapters(config) else ELEMENT_BYTES[config.model.dtype]
     return b * shape.num_parameters if weights.sends_changes and weights.staging != "paused" and b == 2 else 0
 
 
@@ -333,6 +354,10 @@ def _export_bytes(config: Config, shape: ModelShape) -> int:
     trainer, buckets = config.trainer, bucket_sizes(config, shape)
     is_joined = trainer.tensor_parallel > 1 or (trainer.backend == "deepspeed" and trainer.zero_stage == 3)
     largest = ELEMENT_BYTES[config.model.dtype] * shape.largest_tensor * (2 if is_joined else 1)
+    if sends_adapters(config):
+        largest = 4 * num_adapter_parameters(config, shape) * is_joined
+    elif config.lora.rank:  # a sum in float32, of two that are
+        largest += 8 * shape.largest_tensor
     return max(buckets[0::2], default=0) + max(buckets[1::2], default=0) + largest
 
 
@@ -392,6 +417,28 @@ def _reference(config: Config, layout: ParallelLayout, held: RankParameters) -> 
         optimizer=12 * held.total,
         num_owned=held.total,
         host_loading=0 if config.trainer.device == "cpu" else 4 * held.total,
+    )
+
+
+def _beside_adapters(config: Config, shape: ModelShape, layout: ParallelLayout, held: RankParameters) -> _ModelState:
+    """The frozen model once, and the state of its adapters, whole on every rank of Megatron and the reference."""
+    trainer, b = config.trainer, ELEMENT_BYTES[config.model.dtype]
+    adapters = RankParameters(num_adapter_parameters(config, shape), 0)
+    is_cut = trainer.backend == "deepspeed" and trainer.zero_stage == 3
+    frozen = b * (-(-held.total // layout.data) if is_cut else held.total)
+    if trainer.backend == "deepspeed":
+        state = _deepspeed(config, layout, adapters)
+        buckets = b * min(held.total, _ZERO_LIVE) if is_cut else 0
+    else:
+        state, buckets = _ModelState(0, 4 * adapters.total, 12 * adapters.total, adapters.total), 0
+    is_far = is_cut and trainer.parameter_offload
+    is_loaded_whole = trainer.backend != "megatron" and (trainer.backend, trainer.device) != ("reference", "cpu")
+    return replace(
+        state,
+        parameters=state.parameters + (0 if is_far else frozen),
+        buckets=state.buckets + buckets,
+        host_loading=4 * held.total if is_loaded_whole else 0,
+        host_optimizer=state.host_optimizer + (frozen if is_far else 0),
     )
 
 
@@ -470,7 +517,7 @@ def _cache_bytes(config: Config, shape: ModelShape, num_tokens: int) -> int:
 def staging_bytes(config: Config, shape: ModelShape) -> int:
     """Return the bytes that an update stages on each GPU of an engine, at its fullest moment."""
     buckets = bucket_sizes(config, shape)
-    module = ELEMENT_BYTES[config.model.dtype] * shape.largest_module
+    module = 0 if sends_adapters(config) else ELEMENT_BYTES[config.model.dtype] * shape.largest_module
     shadow = max(buckets[0::2], default=0) + max(buckets[1::2], default=0)
     three = max((sum(buckets[start : start + 3]) for start in range(len(buckets))), default=0)
     paused = three + module + module // config.generation.tensor_parallel

@@ -26,6 +26,12 @@ from rlhpc.data.prompts import validate_datasets
 from rlhpc.data.tokenizer import THINKING_END, PromptTokenizer
 from rlhpc.data.validation import DatasetSummary
 from rlhpc.environments.tools import open_collection
+from rlhpc.models.adapter import (
+    chosen_layers,
+    matrices_of,
+    refuse_merged_tied_head,
+    refuse_other_adapter,
+)
 from rlhpc.models.shape import ModelShape, ParallelLayout, refuse_unsupported
 from rlhpc.protocol.errors import ConfigError, SandboxError
 from rlhpc.rewards.code_place import check_sandbox, described_languages
@@ -205,6 +211,8 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     shape = _shape_that_fits_the_layout(config, model)
     refuse_untrainable(model, config.model.path / "config.json")
     _refuse_unfit_engine(config, model, shape)
+    if shape is not None and config.lora.rank:
+        _refuse_unfit_adapters(config, shape)
     if roles_run_here:
         require_parts(config)
     for key, path in config.algorithm.own_formulas:  # tried where they are used, when the run starts
@@ -365,6 +373,14 @@ def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelS
     refuse_unfit_ranks(config, model, shape)
     if shape is not None:
         refuse_small_cache(config, shape)
+
+
+def _refuse_unfit_adapters(config: Config, shape: ModelShape) -> None:
+    """Raise ConfigError for lora.targets that the model has not, and an adapter that is not of these settings."""
+    layers = chosen_layers(config.lora, matrices_of(shape.tensors))
+    refuse_merged_tied_head(config, layers, is_tied=shape.is_tied)
+    if config.lora.initial is not None:
+        refuse_other_adapter(config.lora, layers)
 
 
 def require_parts(config: Config) -> None:

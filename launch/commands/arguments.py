@@ -299,7 +299,8 @@ def _takes_export(parser: _Parser) -> None:
     _value(parser, "out", "OUT", "directory to create", Path)
     _value(parser, "--step", "N", "checkpoint to export; default: the newest sound one", number)
     _flag(parser, "--ema", "the moving average of the weights (trainer.ema_decay)")
-    text = "dtype of the written weights; default: that of the model at model.path"
+    _flag(parser, "--adapter", "the adapters alone, as PEFT loads them ([lora]); default: added to the model's weights")
+    text = "dtype of the written weights; default: that of the model at model.path, of adapters float32"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
 
 

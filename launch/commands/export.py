@@ -12,27 +12,43 @@ from rlhpc.config.file import read_resolved
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import CheckpointError, DamagedCheckpoint
 from rlhpc.training.checkpoint_directory import Fate, KnownCheckpoints
-from rlhpc.training.checkpoint_export import export_hf
+from rlhpc.training.checkpoint_export import export_adapter, export_hf
 
 
 def export(options: argparse.Namespace) -> int:
     """Export a model; returns exit status 0."""
-    print(export_run(options.layout, options.out, options.step, is_average=options.ema, dtype=options.dtype))
+    said = export_run(
+        options.layout,
+        options.out,
+        options.step,
+        is_average=options.ema,
+        dtype=options.dtype,
+        is_adapter=options.adapter,
+    )
+    print(said)
     return 0
 
 
 def export_run(
-    layout: RunLayout, out: Path, step: int | None, *, is_average: bool = False, dtype: str | None = None
+    layout: RunLayout,
+    out: Path,
+    step: int | None,
+    *,
+    is_average: bool = False,
+    dtype: str | None = None,
+    is_adapter: bool = False,
 ) -> str:
     """Write `out` from the checkpoint of `step`, or the newest sound one; return lines that say so.
 
-    is_average: the moving average of its weights.  dtype: of what is written; None: that of model.path.
+    is_average: the moving average of its weights.  dtype: of what is written; None: that of model.path, of adapters
+    float32.  is_adapter: the adapters alone, as a PEFT directory.
     One is sound here if all its files are there and those that are exported are what was written.
     Raises CheckpointError if there is none, none is sound, or `out` exists.
     """
     config, _ = read_resolved(layout)
     if out.exists():
         raise CheckpointError(f"{out} exists already; delete it, or name another directory")
+    write = export_adapter if is_adapter else export_hf
     skipped: list[str] = []
     if step is not None and not layout.checkpoint(step).is_dir():
         known = ", ".join(str(each) for each, _ in KnownCheckpoints(layout.checkpoints).steps())
@@ -40,16 +56,18 @@ def export_run(
     for candidate in [step] if step is not None else _complete_ones(layout, skipped):
         place = layout.checkpoint(candidate)
         try:
-            written = export_hf(place / "trainer", config.model.path, out, is_average=is_average, dtype=dtype)
+            written = write(place / "trainer", config.model.path, out, is_average=is_average, dtype=dtype)
         except DamagedCheckpoint as error:
             if step is not None:
                 raise
             skipped.append(f"{place.name} is skipped: {error}")
             continue
-        what = "average of weights" if is_average else "weights"
+        kind = "adapters" if is_adapter else "weights"
+        what = f"average of {kind}" if is_average else kind
         rounded = "" if written == "float32" else ", rounded from float32 (--dtype float32 rounds nothing)"
         said = f"{out}: {what} after step {candidate} of {config.run.name}, {written}{rounded}"
-        return "\n".join([*skipped, said, *other_tokens(out, PromptTokenizer(out))])
+        told = [] if is_adapter else other_tokens(out, PromptTokenizer(out))
+        return "\n".join([*skipped, said, *told])
     what = "no usable checkpoint" if skipped else "no complete checkpoint"
     raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}", *skipped]))
 

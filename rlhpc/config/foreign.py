@@ -23,7 +23,8 @@ def _none(why: str) -> Counterpart:
     return Counterpart("", why)
 
 
-_LORA = _none("all weights are trained, and sent to the engines as they are")
+_LORA = Counterpart("lora.rank", "0: all weights are trained; a rank: adapters beside frozen weights")
+_LORA_TARGETS = Counterpart("lora.targets", '["attention", "mlp"], or names of modules')
 _WHOLE = _none("samples are drawn from the whole distribution: of another one the trainer's log-probabilities are not")
 _PLAIN_ENGINE = _none("engines are started and filled with weights by the run itself, one for each replica")
 _NO_RAY = _none("there is no Ray: a run is a few processes, placed by Slurm or `rlhpc run`")
@@ -64,9 +65,10 @@ TRL: Mapping[str, Counterpart] = {
     "model_init_kwargs": _none("a checkpoint is loaded as its config.json says"),
     "use_peft": _LORA,
     "lora_r": _LORA,
-    "lora_alpha": _LORA,
-    "lora_dropout": _LORA,
-    "lora_target_modules": _LORA,
+    "lora_alpha": Counterpart("lora.alpha"),
+    "lora_dropout": _none("there is no dropout: log-probabilities of two passes must agree"),
+    "lora_target_modules": _LORA_TARGETS,
+    "use_rslora": Counterpart("lora.rslora"),
     "dataset_name": Counterpart("data.path", "a JSONL, Parquet or Arrow file, or a directory of them"),
     "dataset_config": Counterpart("data.path"),
     "dataset_train_split": Counterpart("data.split"),
@@ -194,8 +196,9 @@ VERL: Mapping[str, Counterpart] = {
     "actor_rollout_ref.model.custom_chat_template": _none("the tokenizer's own; put yours into the checkpoint"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Counterpart("trainer.recompute_activations"),
     "actor_rollout_ref.model.lora_rank": _LORA,
-    "actor_rollout_ref.model.lora_alpha": _LORA,
-    "actor_rollout_ref.model.target_modules": _LORA,
+    "actor_rollout_ref.model.lora_alpha": Counterpart("lora.alpha"),
+    "actor_rollout_ref.model.lora_adapter_path": Counterpart("lora.initial"),
+    "actor_rollout_ref.model.target_modules": _LORA_TARGETS,
     "actor_rollout_ref.model.use_remove_padding": _none("rows are packed, without padding"),
     "actor_rollout_ref.model.use_liger": _none("log-probabilities of the head are computed by kernels of our own"),
     "actor_rollout_ref.hybrid_engine": _none("engines and trainer have GPUs of their own, and work at the same time"),
@@ -374,7 +377,7 @@ PRIME_RL: Mapping[str, Counterpart] = {
     "inference.vllm.enable_prefix_caching": Counterpart("generation.prefix_caching"),
     "inference.vllm.dtype": Counterpart("model.dtype"),
     "inference.vllm.seed": Counterpart("run.seed"),
-    "inference.vllm.enable_lora": _LORA,
+    "inference.vllm.enable_lora": Counterpart("weights.form", "what is sent of adapters, where lora.rank is set"),
     "inference.server.port": _PLAIN_ENGINE,
 }
 
@@ -404,6 +407,7 @@ USUAL: Mapping[str, Counterpart] = {
     "lora": _LORA,
     "lora_rank": _LORA,
     "peft": _LORA,
+    "target_modules": _LORA_TARGETS,
     "hub_model_id": _NO_HUB,
     "save_model": _EXPORT,
     "reward_fn": _REWARD,

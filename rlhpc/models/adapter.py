@@ -10,11 +10,12 @@ An adapted layer computes W x + scale · B A x (Hu et al. 2021, arXiv:2106.09685
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhpc.base.near_names import near_hint
+from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.models.shape import EMBEDDING, HEAD
 from rlhpc.models.weights import NotSafetensors, StoredTensor, object_in, read_header, weight_files
@@ -81,6 +82,15 @@ def _last_parts(modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
 
 
+def refuse_merged_tied_head(config: Config, layers: Collection[str], *, is_tied: bool) -> None:
+    """Raises ConfigError if a version would need a head that the model does not have apart from its embedding."""
+    if is_tied and HEAD_MODULE in layers and config.weights.form == "merged":
+        raise ConfigError(
+            f"weights.form='merged' with lora.targets={list(config.lora.targets)}: the head of this model is its "
+            "embedding, which has no adapter; legal: weights.form='adapter', or other lora.targets"
+        )
+
+
 def adapter_specs(layers: Matrices, rank: int) -> tuple[TensorSpec, ...]:
     """A and B of each layer, in the order in which a version, a checkpoint and an export have them."""
     return tuple(
@@ -102,6 +112,11 @@ def record_of(settings: LoraConfig, base: str) -> dict[str, Any]:
         "targets": list(settings.targets),
         "base": base,
     }
+
+
+def settings_of(record: Mapping[str, Any]) -> LoraConfig:
+    """The settings by which the adapters of a checkpoint were trained: the inverse of record_of."""
+    return LoraConfig.model_validate({key: record[key] for key in ("rank", "alpha", "rslora", "targets")})
 
 
 # --------------------------------------------------------------------------------------------------------- PEFT's files

@@ -246,6 +246,16 @@ class WeightAverage:
         return [pair for i in self._mine for pair in zip(self._held[i], self._live(i), strict=True)]
 
 
+# -------------------------------------------------------------------------------------------------------------- merging
+#
+# Low-rank adapters added to the weight that they are beside.
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale · B A, added in float32 and rounded once to the dtype of W, which stays as it is."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+
+
 # ----------------------------------------------------------------------------------------------------- stateful backend
 
 NoneOrRows = Sequence[Tensor] | None

@@ -1,7 +1,8 @@
 """Turn the trainer's part of a checkpoint into an HF checkpoint that others can load.
 
 Input: a checkpoint and the directory of the model that was trained.  Output: a directory with the new weights and
-everything else of the old one: tensors that are not trained, configuration, tokenizer, chat template, licence.
+everything else of the old one: tensors that are not trained, configuration, tokenizer, chat template, licence; or of
+LoRA adapters a directory that PEFT loads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -18,12 +19,23 @@ import torch
 from torch import Tensor
 
 from rlhpc.base.files import write_atomically
+from rlhpc.models.adapter import (
+    PEFT_CONFIG,
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    A,
+    B,
+    base_digest,
+    matrices_of,
+    peft_config,
+    settings_of,
+)
 from rlhpc.protocol.contracts import TrainerBackend
 from rlhpc.protocol.errors import CheckpointError, ConfigError
 from rlhpc.protocol.types import TensorSpec
-from rlhpc.training.backends import AVERAGE
+from rlhpc.training.backends import AVERAGE, merged
 from rlhpc.training.checkpoint_tensors import INDEX_FILE, TensorSource, plan_shards, size_in_bytes, write_safetensors
-from rlhpc.training.trainer_state import open_checkpoint
+from rlhpc.training.trainer_state import TrainerCheckpoint, open_checkpoint
 
 # --------------------------------------------------------------------------------------------------------------- export
 
@@ -53,31 +65,53 @@ def export_hf(
     or is interrupted after creating out_dir, it deletes it; a killed process leaves an out_dir without config.json,
     which nothing loads.
     """
-    if (checkpoint_dir / "trainer").is_dir():
-        checkpoint_dir = checkpoint_dir / "trainer"
+    checkpoint_dir = _part_of_trainer(checkpoint_dir)
+    checkpoint, kind = _opened(checkpoint_dir, is_average=is_average)
+    named = _dtype_of(model_dir / "config.json")
+    dtype = dtype or named
+    with ExitStack() as stack:
+        if checkpoint.adapter is not None:
+            source = stack.enter_context(TensorSource.of_model(model_dir))
+            specs, tensors = _with_adapters(checkpoint, kind, model_dir, source, dtype)
+        else:
+            untrained = _untrained(model_dir, [spec.name for spec in checkpoint.specs])
+            specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
+            trained = _rounded(checkpoint.verified_tensors(kind), tuple(specs))
+            specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
+            tensors = chain(trained, untrained.values())
+        stack.enter_context(_new_directory(out_dir))
+        write_hf_weights(out_dir, specs, tensors, shard_bytes=shard_bytes)
+        _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
+    return dtype
+
+
+def _part_of_trainer(checkpoint_dir: Path) -> Path:
+    return checkpoint_dir / "trainer" if (checkpoint_dir / "trainer").is_dir() else checkpoint_dir
+
+
+def _opened(checkpoint_dir: Path, *, is_average: bool) -> tuple[TrainerCheckpoint, str]:
+    """The checkpoint, and the kind of its tensors that is exported.  Raises CheckpointError if it has none of them."""
     checkpoint = open_checkpoint(checkpoint_dir)
     kind = AVERAGE if is_average else "weights"
     if kind not in checkpoint.kinds:
         raise CheckpointError(f"{checkpoint_dir}: has no weight average: trainer.ema_decay was off")
-    named = _dtype_of(model_dir / "config.json")
-    dtype = dtype or named
-    untrained = _untrained(model_dir, [spec.name for spec in checkpoint.specs])
+    return checkpoint, kind
+
+
+@contextmanager
+def _new_directory(out_dir: Path) -> Iterator[None]:
+    """Make it, and delete it again if the block raises.  Raises ConfigError if it is there, CheckpointError."""
     try:
         out_dir.mkdir(parents=True)
     except FileExistsError as error:
         raise ConfigError(f"{out_dir}: exists already; nothing is overwritten") from error
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, out_dir, ignore_errors=True)
-        specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
-        tensors = _rounded(checkpoint.verified_tensors(kind), tuple(specs))
-        specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
         try:
-            write_hf_weights(out_dir, specs, chain(tensors, untrained.values()), shard_bytes=shard_bytes)
-            _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
+            yield
         except OSError as error:
             raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
         undo.pop_all()
-    return dtype
 
 
 def _rounded(tensors: Iterator[Tensor], specs: Iterable[TensorSpec]) -> Iterator[Tensor]:
@@ -164,6 +198,85 @@ def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
             (out_dir / path.name).write_text(json.dumps(config, indent=2), encoding="utf-8")
         else:
             shutil.copyfile(path, out_dir / path.name)
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+#
+# A checkpoint that holds LoRA adapters, as a PEFT adapter or added to the weights that it was trained beside.
+
+
+def export_adapter(
+    checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, is_average: bool = False, dtype: str | None = None
+) -> str:
+    """Write a PEFT adapter directory into out_dir, which must not exist; return the dtype of what was written.
+
+    As export_hf; dtype: None: float32, as it was trained.  Raises CheckpointError, too, where the checkpoint holds no
+    adapters.
+    """
+    checkpoint_dir = _part_of_trainer(checkpoint_dir)
+    checkpoint, kind = _opened(checkpoint_dir, is_average=is_average)
+    if checkpoint.adapter is None:
+        raise CheckpointError(
+            f"{checkpoint_dir}: holds whole weights, not adapters; legal: an export without --adapter"
+        )
+    _refuse_other_base(checkpoint, model_dir)
+    with TensorSource.of_model(model_dir) as source:
+        matrices = matrices_of({name: source.shape(name) for name in source.names})
+    specs = [TensorSpec(PEFT_PREFIX + spec.name, dtype or "float32", spec.shape) for spec in checkpoint.specs]
+    with _new_directory(out_dir):
+        tensors = _rounded(checkpoint.verified_tensors(kind), specs)
+        write_safetensors(out_dir / PEFT_WEIGHTS, specs, tensors)
+        content = peft_config(settings_of(checkpoint.adapter), _layers_in(checkpoint), matrices, model_dir)
+        write_atomically(out_dir / PEFT_CONFIG, json.dumps(content, indent=2).encode())
+    return dtype or "float32"
+
+
+def _with_adapters(
+    checkpoint: TrainerCheckpoint, kind: str, model_dir: Path, source: TensorSource, dtype: str
+) -> tuple[list[TensorSpec], Iterator[Tensor]]:
+    """All tensors of the base, where there is an adapter W + scale · B A, added in float32 and rounded once.
+
+    What is float32 on disk beside adapted weights that are not stays so: correction biases of routers.
+    """
+    assert checkpoint.adapter is not None
+    _refuse_other_base(checkpoint, model_dir)
+    layers, settings = _layers_in(checkpoint), settings_of(checkpoint.adapter)
+    weights = {f"{module}.weight": module for module in layers}
+    if absent := sorted(weights.keys() - source.names):
+        raise CheckpointError(
+            f"{checkpoint.directory}: {absent[0]} is no tensor of {model_dir}: this head is the embedding, which has "
+            "no adapter; export with --adapter"
+        )
+    stored = {name: _word(source.read(name, index=(slice(0, 1),)).dtype) for name in source.names}
+    usual = stored[next(iter(weights))]
+    names = sorted(name for name in stored if stored[name] in DTYPES)
+    specs = [TensorSpec(name, dtype if stored[name] == usual else stored[name], source.shape(name)) for name in names]
+
+    def tensors() -> Iterator[Tensor]:
+        adapters = dict(zip((spec.name for spec in checkpoint.specs), checkpoint.verified_tensors(kind), strict=True))
+        for name in names:
+            weight = source.read(name)
+            if (module := weights.get(name)) is not None:
+                weight = merged(weight.float(), adapters[module + A], adapters[module + B], settings.scale)
+            yield weight
+
+    return specs, _rounded(tensors(), specs)
+
+
+def _layers_in(checkpoint: TrainerCheckpoint) -> dict[str, tuple[int, int]]:
+    shapes = {spec.name: spec.shape for spec in checkpoint.specs}
+    modules = [name.removesuffix(A) for name in shapes if name.endswith(A)]
+    return {module: (shapes[module + B][0], shapes[module + A][1]) for module in modules}
+
+
+def _refuse_other_base(checkpoint: TrainerCheckpoint, model_dir: Path) -> None:
+    assert checkpoint.adapter is not None
+    was, found = checkpoint.adapter["base"], base_digest(model_dir)
+    if "" not in (was, found) and was != found:
+        raise CheckpointError(
+            f"{model_dir}: its weights have the digest {found}, and the adapters of {checkpoint.directory} belong to "
+            f"weights of the digest {was}; legal: the model that they were trained beside"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- held reference

@@ -12,9 +12,10 @@ in one operation; gradients of A and B are summed in float32 by whoever steps th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ from rlhpc.models.adapter import (
     base_digest,
     chosen_layers,
     record_of,
+    refuse_merged_tied_head,
     refuse_other_adapter,
 )
-from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import AdapterForm, TensorSpec
-from rlhpc.training.backends import HeldParameters
+from rlhpc.training.backends import HeldParameters, merged
 from rlhpc.training.checkpoint_tensors import TensorSource
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk
 from rlhpc.training.logprob import all_ranks_agree
@@ -54,46 +55,54 @@ class Switch:
     is_on: bool = True
 
 
-class LayerAdapter(nn.Module):
+class _Adapter(nn.Module):
     """A and B of one layer; a module of its own, so that what shards parameters gathers them when it is called."""
 
-    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
+    def __init__(self, a: Tensor, b: Tensor, scale: float, switch: Switch) -> None:
         """a [rank, in], b [out, rank], float32."""
         super().__init__()
-        self.lora_a, self.lora_b, self.scale = nn.Parameter(a), nn.Parameter(b), scale
+        self.lora_a, self.lora_b = nn.Parameter(a), nn.Parameter(b)
+        self._scale, self._switch = scale, switch
+
+
+class LayerAdapter(_Adapter):
+    """Adapter of a layer that is called."""
 
     def forward(self, states: Tensor, output: Tensor) -> Tensor:
         """output + scale · B A states; states [..., in], output [..., out]."""
+        if not self._switch.is_on:  # asked here: ZeRO-3 follows the order in which modules are called
+            return output
         low = functional.linear(states, self.lora_a.to(states.dtype))
-        return torch.add(output, functional.linear(low, self.lora_b.to(low.dtype)), alpha=self.scale)
+        return torch.add(output, functional.linear(low, self.lora_b.to(low.dtype)), alpha=self._scale)
 
 
-class _Applied:
-    """The hook that adds what an adapter makes of a layer's input to the layer's output."""
+class HeadAdapter(_Adapter):
+    """Adapter of a head whose product is never made as such (chunked_logprobs): there is no output to add to."""
 
-    def __init__(self, switch: Switch) -> None:
-        self._switch = switch
+    def forward(self, hidden: Tensor, head_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """[h, scale · A h] and [W, B], whose product are the same logits; hidden [N, H], head_weight [V, H]."""
+        if not self._switch.is_on:
+            return hidden, head_weight
+        low = functional.linear(hidden, self.lora_a.to(hidden.dtype)) * self._scale
+        return torch.cat([hidden, low], dim=1), torch.cat([head_weight, self.lora_b.to(head_weight.dtype)], dim=1)
 
-    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return layer.adapter(inputs[0], output) if self._switch.is_on else output
+
+class AdaptedHead(nn.Module):
+    """The function of a head that has an adapter."""
+
+    def __init__(self, function: Callable[..., Any], adapter: HeadAdapter) -> None:
+        super().__init__()
+        self._function, self.adapter = function, adapter
+
+    def forward(self, hidden: Tensor, head_weight: Tensor, *rest: Any, **options: Any) -> Any:
+        """Call the function with what the adapter makes of its factors."""
+        return self._function(*self.adapter(hidden, head_weight), *rest, **options)
 
 
-class WidenedHead:
-    """The function of a head with an adapter: logits are [h, scale · A h] · [W, B]ᵀ, of the same tokens.
-
-    The product of the head is never made as such (chunked_logprobs), so that there is no output to add to.
-    """
-
-    def __init__(self, function: Callable[..., Any], adapter: LayerAdapter, switch: Switch) -> None:
-        self._function, self._adapter, self._switch = function, adapter, switch
-
-    def __call__(self, hidden: Tensor, head_weight: Tensor, *rest: Any, **options: Any) -> Any:
-        """Call the function, with hidden [N, H] and head_weight [V, H]."""
-        if self._switch.is_on:
-            low = functional.linear(hidden, self._adapter.lora_a.to(hidden.dtype)) * self._adapter.scale
-            hidden = torch.cat([hidden, low], dim=1)
-            head_weight = torch.cat([head_weight, self._adapter.lora_b.to(head_weight.dtype)], dim=1)
-        return self._function(hidden, head_weight, *rest, **options)
+def _apply_adapter(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Add what an adapter makes of a layer's input to the layer's output; a forward hook."""
+    result: Tensor = layer.adapter(inputs[0], output)
+    return result
 
 
 @dataclass(frozen=True)
@@ -135,39 +144,42 @@ class Lora:
     @property
     def published(self) -> tuple[TensorSpec, ...]:
         """Names, dtypes and shapes of a version."""
-        return tuple(each for spec in self._base_specs for each in on_disk(spec)) if self.is_merged else self.specs
+        return tuple(each for spec in self.base_specs for each in on_disk(spec)) if self.is_merged else self.specs
 
-    @property
-    def _base_specs(self) -> list[TensorSpec]:
-        return [TensorSpec(name, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in self.base.items()]
+    @cached_property
+    def base_specs(self) -> tuple[TensorSpec, ...]:
+        """Names, dtypes and shapes of the frozen weights, whole; asked for before they are sharded."""
+        return tuple(
+            TensorSpec(name, str(each.dtype).removeprefix("torch."), tuple(each.shape))
+            for name, each in self.base.items()
+        )
+
+    def whole_base(self) -> Iterator[tuple[str, Tensor]]:
+        """The frozen weights by their names on disk, on a rank that has all of them."""
+        for spec in self.base_specs:
+            yield from named_on_disk(spec, self.base[spec.name].detach())
 
     @torch.no_grad()
-    def version(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version on a rank that has all of them: A and B, or whole weights; not to be written to.
+    def version(
+        self, adapters: Mapping[str, Tensor] | None = None, base: Iterable[tuple[str, Tensor]] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a version: A and B, or whole weights; not to be written to.
 
-        Switched off, B is zero and whole weights are the base.
+        adapters: A and B, float32; None: `parameters`.  base: the frozen weights by their names on disk, in their
+        order; None: this rank has them.  Switched off, B is zero and whole weights are the base.
         """
+        adapters = self.parameters if adapters is None else adapters
         if not self.is_merged:
-            for name, parameter in self.parameters.items():
+            for name, tensor in adapters.items():
                 is_zero = name.endswith(B) and not self.switch.is_on
-                yield name, torch.zeros_like(parameter) if is_zero else parameter.detach()
+                yield name, torch.zeros_like(tensor) if is_zero else tensor.detach()
             return
-        for spec in self._base_specs:
-            module = spec.name.removesuffix(".weight")
-            weight = self.base[spec.name].detach()
+        for name, weight in self.whole_base() if base is None else base:
+            module = name.removesuffix(".weight")
             if module in self.layers and self.switch.is_on:
-                weight = merged(
-                    weight,
-                    self.parameters[module + A].detach(),
-                    self.parameters[module + B].detach(),
-                    self.settings.scale,
-                )
-            yield from named_on_disk(spec, weight)
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale · B A, added in float32 and rounded once to the dtype of W, which stays as it is."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+                yield name, merged(weight, adapters[module + A], adapters[module + B], self.settings.scale)
+            else:
+                yield name, weight
 
 
 class AdapterReference(HeldParameters):
@@ -222,24 +234,20 @@ def with_adapters(model: CausalLM, config: Config) -> tuple[CausalLM, Lora]:
     modules = {name: each for name, each in model.module.named_modules() if isinstance(each, nn.Linear)}
     matrices = {name: (each.out_features, each.in_features) for name, each in modules.items()}
     layers = chosen_layers(settings, matrices)
-    is_tied = f"{HEAD_MODULE}.weight" not in model.parameters
-    if is_tied and HEAD_MODULE in layers and config.weights.form == "merged":
-        raise ConfigError(
-            f"weights.form='merged' with lora.targets={list(settings.targets)}: the head of this model is its "
-            "embedding, which has no adapter; legal: weights.form='adapter', or other lora.targets"
-        )
-    given = _initial_tensors(settings, layers) if settings.initial is not None else _drawn(config, layers)
+    refuse_merged_tied_head(config, layers, is_tied=f"{HEAD_MODULE}.weight" not in model.parameters)
+    given = initial_tensors(config, layers)
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)
     switch, parameters, head = Switch(), dict[str, nn.Parameter](), model.head
     for name in layers:
         a, b = (given[name + each].to(model.head_weight.device) for each in (A, B))
-        adapter = modules[name].adapter = LayerAdapter(a, b, settings.scale)
-        parameters |= {name + A: adapter.lora_a, name + B: adapter.lora_b}
         if modules[name].weight is model.head_weight:
-            head = WidenedHead(model.head, adapter, switch)
+            head = AdaptedHead(model.head, of_head := HeadAdapter(a, b, settings.scale, switch))
+            adapter: _Adapter = of_head
         else:
-            modules[name].register_forward_hook(_Applied(switch))
+            adapter = modules[name].adapter = LayerAdapter(a, b, settings.scale, switch)
+            modules[name].register_forward_hook(_apply_adapter)
+        parameters |= {name + A: adapter.lora_a, name + B: adapter.lora_b}
     lora = Lora(
         settings=settings,
         is_merged=config.weights.form == "merged",
@@ -252,6 +260,11 @@ def with_adapters(model: CausalLM, config: Config) -> tuple[CausalLM, Lora]:
     return replace(model, parameters=parameters, head=head), lora
 
 
+def initial_tensors(config: Config, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    """A and B of every layer by their names, float32, as lora.initial has them or drawn.  Raises ConfigError."""
+    return _read(config.lora, layers) if config.lora.initial is not None else _drawn(config, layers)
+
+
 def _drawn(config: Config, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
     """A from a normal distribution of deviation 1 / rank, as PEFT's "gaussian", and B = 0; the same in every layout."""
     draw, tensors = torch.Generator().manual_seed(config.run.seed), dict[str, Tensor]()
@@ -262,7 +275,7 @@ def _drawn(config: Config, layers: Mapping[str, tuple[int, int]]) -> dict[str, T
     return tensors
 
 
-def _initial_tensors(settings: LoraConfig, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+def _read(settings: LoraConfig, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
     """A and B of the adapter at lora.initial, by their names."""
     assert settings.initial is not None
     dropout = refuse_other_adapter(settings, layers)

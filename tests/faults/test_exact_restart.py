@@ -118,6 +118,7 @@ SOAK = (pytest.mark.long, pytest.mark.soak)
     ("name", "max_staleness", "trainer", "algorithm"),
     [  # each staleness, backend and state that a checkpoint has to hold, in few runs
         pytest.param("alone", 1, {"backend": "reference"}, RENEWED),
+        pytest.param("adapters", 1, {"backend": "reference", "ema_decay": 0.8}, {"kl_coefficient": 0.5}),
         pytest.param(
             "megatron-dp2", 0, {"backend": "megatron", "ema_decay": 0.8, **TWO_RANKS}, MINIBATCHES, marks=LONG
         ),
@@ -134,6 +135,8 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
     sections = settings(name, max_staleness, **trainer) | ({"algorithm": algorithm} if algorithm else {})
     if algorithm is CRITIC:
         sections["admission"] |= {"active_sampling": False}
+    if name == "adapters":
+        sections["lora"] = {"rank": 4, "alpha": 8.0}
     if name == "vllm":
         sections["generation"] |= {"engine": "vllm", "num_replicas": 1}
     if name == "curriculum":  # epochs of a few prompts: who is drawn, and how often, hangs on what was sampled before

@@ -120,7 +120,8 @@ def refusal(word: str) -> str:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("lora_rank", "(no counterpart, because all weights are trained"),
+        ("lora_rank", "(did you mean lora.rank? 0: all weights are trained"),
+        ("trainer.lora_dropout", "(no counterpart, because there is no dropout"),
         ("report_to", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
         ("wandb", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
         ("run.wandb", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),

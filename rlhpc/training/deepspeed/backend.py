@@ -30,9 +30,16 @@ from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
 from rlhpc.training.backends import HeldParameters, ReplicatedBackend, StepSums, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import BUCKET_ELEMENTS, TensorSource, gather_stream
-from rlhpc.training.deepspeed.engine import ZeroPolicy, ZeroState, accelerator_environment
-from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk
+from rlhpc.training.deepspeed.engine import (
+    ZeroPolicy,
+    ZeroState,
+    accelerator_environment,
+    frozen_items,
+    own_frozen,
+)
+from rlhpc.training.hf_model import CausalLM, cast_parameters, named_on_disk, on_disk
 from rlhpc.training.logprob import all_ranks_agree, on_device, scattered
+from rlhpc.training.lora import AdapterReference, Lora, load_policy
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
 from rlhpc.training.trainer_state import TrainerCheckpoint
@@ -51,8 +58,13 @@ class ZeroSettings:
 class DeepSpeedBackend(ReplicatedBackend):
     """A DeepSpeed engine, the table of its state, and the copies that saves, the reference and the average need."""
 
-    def __init__(self, model: CausalLM, settings: ZeroSettings, *, device: torch.device) -> None:
-        """Take over a float32 model on the host; the default process group must be up.  A collective."""
+    def __init__(
+        self, model: CausalLM, settings: ZeroSettings, *, device: torch.device, lora: Lora | None = None
+    ) -> None:
+        """Take over a float32 model on the host, or one with adapters; the default process group must be up.
+
+        A collective.
+        """
         self._stage, self._device = settings.trainer.zero_stage, device
         self._bucket_elements = settings.bucket_elements
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -61,7 +73,10 @@ class DeepSpeedBackend(ReplicatedBackend):
         if settings.dtype != torch.float32:
             masters = {name: parameter.detach() for name, parameter in model.parameters.items()}
             cast_parameters(model, settings.dtype)
-        self._specs = model.tensor_specs()
+        self._specs, self._lora = model.tensor_specs(), lora
+        if lora is not None:
+            self._adapter_form, self._adapter_record = lora.form, lora.record
+            assert lora.base_specs  # before they are sharded
         policy = ZeroPolicy(model, temperature=settings.temperature, chunk_tokens=LOGPROB_CHUNK_TOKENS)
         with ExitStack() as undo:
             undo.enter_context(accelerator_environment(device))
@@ -78,10 +93,15 @@ class DeepSpeedBackend(ReplicatedBackend):
             self._state = ZeroState(self._engine.optimizer, model.parameters, stage=self._stage)
             if masters:  # DeepSpeed made its masters from the rounded parameters
                 self._state.fill(lambda kind, spec, start, stop: masters[spec.name].view(-1)[start:stop], "weights")
-            self._reference = HeldParameters(self._state.own_parameters, self._state.partitioned)
+            live, around = self._state.own_parameters, self._state.partitioned
+            self._reference = HeldParameters(live, around) if lora is None else AdapterReference(lora, live, around)
             undo.callback(self._reference.release)
             self._saver = BackgroundSaver(
-                self._state.items(), self._state.own, device=self._state.device, group=open_save_group()
+                self._state.items(),
+                self._state.own,
+                device=self._state.device,
+                group=open_save_group(),
+                adapter=self._adapter_record,
             )
             undo.callback(self._saver.close)
             self._average = WeightAverage(self._state.items(), partial(self._state.own, "weights"))
@@ -97,14 +117,14 @@ class DeepSpeedBackend(ReplicatedBackend):
         """
         device = device_of(config.trainer.device, context.rank)
         torch.manual_seed(config.run.seed)
-        model = load_trained(config, torch.device("cpu"), has_value_head=has_value_head)
+        model, lora = load_policy(config, torch.device("cpu"), has_value_head=has_value_head)
         settings = ZeroSettings(config.trainer, DTYPES[config.model.dtype], config.generation.temperature)
         if dist.is_initialized():
-            return cls(model, settings, device=device)
+            return cls(model, settings, device=device, lora=lora)
         with ExitStack() as undo:
             open_process_group(context, device)
             undo.callback(close_process_group)
-            backend = cls(model, settings, device=device)
+            backend = cls(model, settings, device=device, lora=lora)
             undo.push(backend._undo.pop_all())
             backend._undo = undo.pop_all()
         return backend
@@ -181,12 +201,47 @@ class DeepSpeedBackend(ReplicatedBackend):
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
+        return self._state_specs() if self._lora is None else self._lora.published
+
+    def _state_specs(self) -> tuple[TensorSpec, ...]:
         return tuple(spec for parameter in self._specs for spec in on_disk(parameter))
 
     def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; in stages 1 and 2 rank 0 has them all: views, not to be written to."""
         with self._reference.in_place(of_reference):
-            yield from self._stream()
+            if self._lora is None:
+                yield from self._stream()
+                return
+            adapters = {name: tensor.clone() for name, tensor in self._adapters(of_reference=of_reference)}
+            base = self._sharded_base(self._lora) if self._stage == 3 and self._lora.is_merged else None
+            if self.is_rank_zero:
+                yield from self._lora.version(adapters, base)
+            elif base is not None:
+                yield from base  # nothing: it sends
+
+    def _adapters(self, *, of_reference: bool) -> Iterator[tuple[str, Tensor]]:
+        """A and B on rank 0, float32: the masters, or what takes their place in the forward pass."""
+        if of_reference:
+            return ((name, tensor.float()) for name, tensor in self._stream())
+        return gather_stream(
+            self._state.items(),
+            lambda index: tuple(each.to(self._device) for each in self._state.own("weights", index)),
+            to_rank=0,
+            dtype=torch.float32,
+            device=self._device,
+        )
+
+    def _sharded_base(self, lora: Lora) -> Iterator[tuple[str, Tensor]]:
+        items = frozen_items(lora.base_specs, lora.base)
+        parameters = [lora.base[spec.name] for spec in lora.base_specs]
+        return gather_stream(
+            items,
+            lambda index: own_frozen(parameters[index], items[index].shards, self._device),
+            to_rank=0,
+            dtype=parameters[0].dtype,
+            device=self._device,
+            bucket_elements=self._bucket_elements,
+        )
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         if self._stage == 3:
@@ -214,7 +269,7 @@ class DeepSpeedBackend(ReplicatedBackend):
         """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""
         self._undo.close()  # the second call has nothing to undo
         self._engine = None
-        for part in ("_state", "_saver", "_parameters", "_gate", "_reference", "_average"):
+        for part in ("_state", "_saver", "_parameters", "_gate", "_reference", "_average", "_lora"):
             self.__dict__.pop(part, None)
 
 

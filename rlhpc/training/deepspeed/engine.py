@@ -14,7 +14,7 @@ import gc
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -271,6 +271,27 @@ class ZeroState:
         return tensor
 
 
+def frozen_items(specs: Iterable[TensorSpec], parameters: Mapping[str, Any]) -> list[ShardedTensorSpec]:
+    """One item for each parameter that stage 3 has sharded and that no optimiser steps.  specs: of whole ones."""
+    return [
+        sharded_on_disk(
+            spec,
+            [
+                Shard(rank, min(size, parameters[spec.name].ds_numel - start))
+                for size in [parameters[spec.name].partition_numel()]
+                for rank, start in enumerate(range(0, parameters[spec.name].ds_numel, size))
+            ],
+        )
+        for spec in specs
+    ]
+
+
+def own_frozen(parameter: Any, shards: Iterable[Shard], device: torch.device) -> tuple[Tensor, ...]:
+    """This rank's run of such a parameter, or nothing, on `device`."""
+    rank, partition = dist.get_rank(), parameter.ds_tensor.detach()
+    return tuple(partition.narrow(0, 0, shard.num_elements).to(device) for shard in shards if shard.rank == rank)
+
+
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -373,8 +394,9 @@ def open_engine(
 ) -> ZeroEngine:
     """Shard `policy` over the ranks of the default process group.  A collective.
 
-    parameters: all of policy's, on the host, already of `dtype`; matrices make the optimiser's first group, the rest
-    its second.  The step's options (learning rate, weight decay, clipping) are the caller's to set before each step.
+    parameters: those of policy's that are trained, on the host, like all others already of `dtype`; matrices make the
+    optimiser's first group, the rest its second.  The step's options (learning rate, weight decay, clipping) are the
+    caller's to set before each step.
     """
     accelerator = get_accelerator().device_name()
     if accelerator != device.type:  # fixed by the first import in a process
@@ -383,7 +405,7 @@ def open_engine(
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated", FutureWarning)
     # Otherwise the group's wrapper compiles C++ when it is made: minutes, or an error without a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    options = engine_options(trainer, dtype=dtype, num_elements=sum(p.numel() for p in parameters.values()))
+    options = engine_options(trainer, dtype=dtype, num_elements=sum(p.numel() for p in policy.parameters()))
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     vectors = [p for p in parameters.values() if p.ndim < 2]
     optimizer = torch.optim.AdamW(

@@ -226,6 +226,31 @@ def test_an_average_of_weights_is_four_bytes_for_what_a_rank_keeps_and_once_more
     assert "average of weights" in describe_memory((near,))
 
 
+@pytest.mark.parametrize(
+    ("backend", "keys", "divisor", "of_adapters"),
+    [
+        ("reference", {}, 1, 16),
+        ("megatron", {"num_ranks": 2}, 1, 16),
+        ("deepspeed", {"zero_stage": 1, "num_ranks": 2}, 1, 2 + 4 + 12 / 2),
+        ("deepspeed", {"zero_stage": 3, "num_ranks": 2}, 2, (2 + 4 + 12) / 2),
+    ],
+)
+def test_adapters_are_beside_one_frozen_model_which_is_their_reference(backend, keys, divisor, of_adapters):
+    """Rank 8 on every matrix of Qwen2.5-7B: 8 · (in + out) numbers each, worked out by hand."""
+    config = with_values(config_of(backend, **keys), {"lora.rank": 8, "algorithm.kl_coefficient": 0.1})
+    hidden, keys_wide, mlp = 3584, 512, 18944
+    of_layer = [(hidden, hidden), (hidden, keys_wide), (hidden, keys_wide), (hidden, hidden), *[(hidden, mlp)] * 3]
+    number = 28 * sum(8 * sum(sizes) for sizes in of_layer)
+    (rank,) = plan_memory(config, shape_of(CONFIGS["Qwen2.5-7B"]))
+    frozen = 2 * NUM_PARAMETERS["Qwen2.5-7B"] / divisor
+    assert rank.parameters + rank.gradients + rank.optimizer == pytest.approx(frozen + of_adapters * number, rel=1e-6)
+    assert (rank.reference, rank.host_reference) == (0, 0)
+    assert rank.host_snapshot == pytest.approx(12 * number / (2 if backend == "deepspeed" else 1), rel=1e-6)
+    assert rank.export < 3 * 4 * number
+    (merged,) = plan_memory(with_values(config, {"weights.form": "merged"}), shape_of(CONFIGS["Qwen2.5-7B"]))
+    assert merged.export > 10 * rank.export
+
+
 @pytest.mark.parametrize("keys", [{}, {"zero_stage": 3, "num_ranks": 4}, {"zero_stage": 2, "optimizer_offload": True}])
 def test_a_critic_is_a_second_model_with_its_own_optimiser_and_no_second_row(keys):
     config, shape = config_of("deepspeed", **keys), shape_of(CONFIGS["Qwen2.5-0.5B"])
