@@ -178,7 +178,7 @@ class CoreProcesses(RunningCore):
 
         require(OF_ASYNC_LLM, of=llm, called="AsyncLLM")
         require(OF_DETOKENIZER, of=IncrementalDetokenizer, called="IncrementalDetokenizer")
-        self._llm, self.vllm_config = llm, llm.vllm_config
+        self._llm, self.vllm_config, self._adapter = llm, llm.vllm_config, _adapter_of(llm.vllm_config)
         self._asked: dict[str, _FrontEndRequest] = {}
         self._outputs, self._next_outputs = llm.engine_core.outputs_queue, llm.engine_core.get_output_async
         self._front_end_waits = True  # for outputs; all it was given before are with their requests
@@ -200,7 +200,7 @@ class CoreProcesses(RunningCore):
 
             params.output_kind = RequestOutputKind.CUMULATIVE  # an output after every step, of all tokens so far
         try:
-            answers = self._llm.generate(prompt, params, request_id, priority=priority)
+            answers = self._llm.generate(prompt, params, request_id, lora_request=self._adapter, priority=priority)
             async with contextlib.aclosing(answers):  # which aborts a request that has not ended
                 async for answer in answers:
                     if (finished := _finished(answer, asked)) is not None:
@@ -615,10 +615,21 @@ def _request_maker(vllm_config: Any) -> MakeRequest:
     from vllm.renderers.registry import renderer_from_config
     from vllm.v1.engine.input_processor import InputProcessor
 
-    processor = InputProcessor(vllm_config, renderer_from_config(vllm_config))
+    processor, adapter = InputProcessor(vllm_config, renderer_from_config(vllm_config)), _adapter_of(vllm_config)
 
     def request_of(prompt: dict[str, Any], params: Any, request_id: str, priority: int) -> Any:
         tokens = tokens_input(prompt["prompt_token_ids"], cache_salt=prompt["cache_salt"])
-        return processor.process_inputs(request_id, tokens, params, ("generate",), priority=priority)
+        return processor.process_inputs(
+            request_id, tokens, params, ("generate",), lora_request=adapter, priority=priority
+        )
 
     return request_of
+
+
+def _adapter_of(vllm_config: Any) -> Any:
+    """What every request is to be sampled with; None: whole weights."""
+    if vllm_config.lora_config is None:
+        return None
+    from rlhpc.generation.adapter_slot import policy_adapter  # as above
+
+    return policy_adapter()

@@ -34,7 +34,8 @@ from rlhpc.generation.vllm_requests import (
 from rlhpc.generation.vllm_start import device_here, engine_profile, start_vllm, stop_vllm, window_of
 from rlhpc.generation.weight_updates import PauseSwitch, WeightUpdates
 from rlhpc.metrics.meters import BusyClock
-from rlhpc.models.weights import object_in, refuse_other_weights
+from rlhpc.models.adapter import base_digest, chosen_layers, matrices_of
+from rlhpc.models.weights import object_in, read_header, refuse_other_weights, weight_files
 from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
 from rlhpc.protocol.errors import ConfigError, EngineError
 from rlhpc.protocol.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
@@ -143,10 +144,13 @@ class VllmEngine(GenerationEngine):
         """
         is_apart = is_apart or config.weights.staging == "paused"  # whose tests fail with the core on a thread
         _refuse_weights_it_would_make_up(config)
-        profile = engine_profile(config, seed=seed, device=device_here(), is_apart=is_apart)
+        adapted, base = _adapted_modules(config)
+        profile = engine_profile(config, seed=seed, device=device_here(), is_apart=is_apart, adapted=adapted)
         engine = cls(*start_vllm(profile), config, clock, decode)
         try:
             await engine._prepare()
+            if adapted:
+                await engine._rpc("rlhpc_hold_adapters", config.lora.rank, adapted, base)
         except BaseException:  # survived: nothing; whatever it was, no process of an engine may be left behind
             await engine.close()
             raise
@@ -388,5 +392,17 @@ def _refuse_weights_it_would_make_up(config: Config) -> None:
     path = config.model.path
     try:
         refuse_other_weights(path, object_in(path / "config.json"))
+    except (ConfigError, OSError) as error:
+        raise EngineError(f"vLLM is not started: {error}") from error
+
+
+def _adapted_modules(config: Config) -> tuple[list[str], str]:
+    """Modules whose adapters versions are, and the digest of the weights that these are beside; none: whole weights."""
+    if not config.lora.rank or config.weights.form == "merged":
+        return [], ""
+    path = config.model.path
+    try:
+        shapes = {name: each.shape for file in weight_files(path) for name, each in read_header(file).items()}
+        return list(chosen_layers(config.lora, matrices_of(shapes))), base_digest(path)
     except (ConfigError, OSError) as error:
         raise EngineError(f"vLLM is not started: {error}") from error

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ CPU_BLOCK_TOKENS = 32
 # vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and uses it for nothing else when the
 # cache's size is given: a trainer on the same GPU may start before, after, or meanwhile.
 NEXT_TO_NOTHING = 0.01
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; adapters of a rank between are padded
 
 COMMON_ENVIRONMENT = {
     # A process that has queried CUDA cannot use it in a forked child.  vLLM forks unless CUDA is initialised; asking
@@ -88,10 +89,12 @@ class EngineProfile:
     is_in_process: bool = False
 
 
-def engine_profile(config: Config, *, seed: int, device: str, is_apart: bool = False) -> EngineProfile:
+def engine_profile(
+    config: Config, *, seed: int, device: str, is_apart: bool = False, adapted: Iterable[str] = ()
+) -> EngineProfile:
     """The profile of one replica.  device: "cpu" or "cuda".  is_apart: in processes of its own whatever the device.
 
-    Raises EngineError if run.deterministic=true cannot be kept there.
+    adapted: modules whose adapters it holds.  Raises EngineError if run.deterministic=true cannot be kept there.
     """
     is_cpu = device == "cpu"
     environment = dict(COMMON_ENVIRONMENT)
@@ -107,6 +110,8 @@ def engine_profile(config: Config, *, seed: int, device: str, is_apart: bool = F
     if is_cpu and has_one_worker:
         environment |= ONE_WORKER_ON_CPU
     engine_args = _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config))
+    if names := sorted({name.rpartition(".")[2] for name in adapted}):
+        engine_args |= _adapter_args(config, names)
     return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
 
 
@@ -154,6 +159,17 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
     if generation.max_num_batched_tokens is not None:
         args["max_num_batched_tokens"] = generation.max_num_batched_tokens
     return args
+
+
+def _adapter_args(config: Config, names: list[str]) -> dict[str, Any]:
+    """names: last parts of the names of adapted modules; no other layer pays for adapters."""
+    rank = min((each for each in LORA_RANKS if each >= config.lora.rank), default=None)
+    if rank is None:
+        raise EngineError(
+            f"lora.rank={config.lora.rank}: vLLM holds adapters up to rank {LORA_RANKS[-1]}; legal: up to that, or "
+            "weights.form='merged'"
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": names}
 
 
 def _cpu_args(config: Config) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from rlhpc.base.patience import Deadline
 from rlhpc.config.rules import Config
+from rlhpc.generation.adapter_slot import AdapterSlot
 from rlhpc.generation.reload_plan import WeightReload
 from rlhpc.generation.vllm_core import RunningCore
 from rlhpc.generation.vllm_start import SignalShield, device_here, num_gpus_here
@@ -50,7 +51,16 @@ from rlhpc.protocol.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import manifest_bytes
 from rlhpc.weights.checksums import checksum_of, joined
 from rlhpc.weights.factory import make_receiver
-from rlhpc.weights.memory import DeviceScope, HostShadow, NamedTensors, device_id, fresh_blocks, indexed, named_tensors
+from rlhpc.weights.memory import (
+    DeviceScope,
+    HostShadow,
+    NamedTensors,
+    Refuse,
+    device_id,
+    fresh_blocks,
+    indexed,
+    named_tensors,
+)
 
 # ----------------------------------------------------------------------------------------------------- preemption count
 #
@@ -116,16 +126,18 @@ class WeightLink:
         shadow: HostShadow,
         *,
         permit_s: float,
+        refuse: Refuse = lambda manifest: None,
         give_notice: Callable[[], None] = lambda: None,
     ) -> None:
         """The link owns the receiver from now on; its thread works on the scope's device and stream.
 
         shadow: memory in which versions are received whole; it outlives the link.
         permit_s: how long a version that is ready waits for permission.
+        refuse: asked for every version before its first bucket; what it raises reaches the publisher as a refusal.
         give_notice: called in the thread when there is something new to poll.
         """
         self._receiver, self._scope, self._shadow = receiver, scope, shadow
-        self._permit_s, self._give_notice = permit_s, give_notice
+        self._permit_s, self._refuse, self._give_notice = permit_s, refuse, give_notice
         self._thread: threading.Thread | None = None
         self._outcome: tuple[str, str] = (DONE, "")
         self._is_ready = False
@@ -138,7 +150,7 @@ class WeightLink:
 
     def begin_shadow(self, manifest: WeightManifest) -> tuple[str, str]:
         """Start receiving into the shadow, as begin_join; a version not taken is dropped."""
-        return self._start(lambda: self._shadow.receive(self._receiver, manifest))
+        return self._start(lambda: self._shadow.receive(self._receiver, manifest, self._refuse))
 
     def begin_paused(self, manifest: WeightManifest, load: Load) -> tuple[str, str]:
         """Start receiving; `load` is called in the thread once it is permitted, and draws the tensors as they arrive.
@@ -175,7 +187,7 @@ class WeightLink:
         self._shadow.drop()
 
     def _load_arriving(self, manifest: WeightManifest, load: Load) -> None:
-        with closing(self._receiver.receive(manifest, fresh_blocks(manifest))) as arriving:
+        with closing(self._receiver.receive(manifest, fresh_blocks(manifest, self._refuse))) as arriving:
             first = list(itertools.islice(arriving, 1))
             self._is_ready = True
             self._give_notice()
@@ -261,6 +273,8 @@ class WeightUpdateExtension:
     _rlhpc_shadow: HostShadow
     _rlhpc_loading: threading.Lock
     _rlhpc_reload: WeightReload
+    _rlhpc_slot: AdapterSlot | None = None  # None: versions are whole weights
+    _rlhpc_manifest: WeightManifest  # of the version that was begun last
     _rlhpc_shield: SignalShield | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
@@ -271,6 +285,10 @@ class WeightUpdateExtension:
         self._rlhpc_preemptions = PreemptionCount(self.model_runner)
         self._rlhpc_shield = SignalShield()
         self._rlhpc_shield.follow(parent_pid)
+
+    def rlhpc_hold_adapters(self, rank: int, modules: list[str], base: str) -> None:
+        """Versions are adapters of this rank and these modules from now on; base: digest of the weights held here."""
+        self._rlhpc_slot = AdapterSlot(self.model_runner, rank=rank, modules=modules, base=base)
 
     def rlhpc_heed_signals(self) -> None:
         """Restore the signals that rlhpc_follow_parent ignores, so that vLLM can end its processes."""
@@ -304,6 +322,7 @@ class WeightUpdateExtension:
             self._rlhpc_scope,
             self._rlhpc_shadow,
             permit_s=timeout_s,
+            refuse=self._rlhpc_refuse,
             give_notice=functools.partial(write_notice, notices),
         )
         return self._rlhpc_link.begin_join(group, group.first_rank(member) + self.rank)
@@ -312,10 +331,10 @@ class WeightUpdateExtension:
         """Start receiving, into a "shadow" or "paused".  Returns what rlhpc_poll would."""
         if self._rlhpc_link is None:
             return NO_GROUP
-        manifest = msgspec.json.decode(manifest_json, type=WeightManifest)
+        self._rlhpc_manifest = manifest = msgspec.json.decode(manifest_json, type=WeightManifest)
         if staging == "shadow":
             return self._rlhpc_link.begin_shadow(manifest)
-        return self._rlhpc_link.begin_paused(manifest, self._rlhpc_load_arriving)
+        return self._rlhpc_link.begin_paused(manifest, functools.partial(self._rlhpc_load_arriving, manifest))
 
     def rlhpc_poll(self) -> tuple[str, str]:
         """State and message of what was begun last."""
@@ -327,12 +346,15 @@ class WeightUpdateExtension:
             raise GroupFailed(NO_GROUP[1])
         weights = self._rlhpc_link.take()
         with self._rlhpc_loading:
-            self._rlhpc_reload.load(weights)
+            if self._rlhpc_slot is not None:
+                self._rlhpc_slot.load(weights, self._rlhpc_manifest)
+            else:
+                self._rlhpc_reload.load(weights)
         self._rlhpc_finish_kernels()
 
     def rlhpc_way_of_loading(self) -> str:
         """How versions are loaded that come whole; "" before the first."""
-        return self._rlhpc_reload.way
+        return self._rlhpc_reload.way if self._rlhpc_slot is None else str(self._rlhpc_slot)
 
     def rlhpc_permit(self) -> None:
         """Sampling has stopped: load what is ready as it arrives."""
@@ -345,9 +367,19 @@ class WeightUpdateExtension:
         if self._rlhpc_link is not None:
             self._rlhpc_link.give_up()
 
-    def _rlhpc_load_arriving(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _rlhpc_refuse(self, manifest: WeightManifest) -> None:
+        """Raise GroupFailed for a version in another form than this worker's, or whose adapters do not fit."""
+        if self._rlhpc_slot is not None:
+            self._rlhpc_slot.refuse_unfit(manifest)
+        elif manifest.adapter is not None:
+            raise GroupFailed(f"version {manifest.policy_version} is an adapter, and this engine holds whole weights")
+
+    def _rlhpc_load_arriving(self, manifest: WeightManifest, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         with self._rlhpc_loading:  # an abandoned task may not have ended: the next one waits for it
-            self._rlhpc_reload.load_arriving(weights)
+            if self._rlhpc_slot is not None:
+                self._rlhpc_slot.load(weights, manifest)
+            else:
+                self._rlhpc_reload.load_arriving(weights)
 
     def _rlhpc_finish_kernels(self) -> None:
         """Decoding and loading are on different streams: neither may begin before the other has ended."""
@@ -355,8 +387,9 @@ class WeightUpdateExtension:
             torch.cuda.synchronize(self.device)
 
     def rlhpc_held_checksum(self) -> tuple[int, dict[str, int]]:
-        """Checksum of this worker's parameters, and numbers of each dtype (weights/checksums.py)."""
-        return checksum_of(parameter.detach() for parameter in self.model_runner.get_model().parameters())
+        """Checksum of this worker's parameters and adapters, and numbers of each dtype (weights/checksums.py)."""
+        parameters = (parameter.detach() for parameter in self.model_runner.get_model().parameters())
+        return checksum_of(itertools.chain(parameters, () if self._rlhpc_slot is None else self._rlhpc_slot.tensors()))
 
     def rlhpc_leave(self) -> None:
         """Leave the membership epoch, if any."""

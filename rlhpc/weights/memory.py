@@ -205,6 +205,7 @@ def give_back_unused(device: torch.device) -> None:
 
 
 NamedTensors = list[tuple[str, Tensor]]
+Refuse = Callable[[WeightManifest], None]  # raises GroupFailed for a version that cannot be loaded
 
 
 class HostShadow:
@@ -219,9 +220,12 @@ class HostShadow:
         self._receiving: _Memory | None = None  # that of the call whose version counts
         self._lock = threading.Lock()  # an abandoned call may still run, on its own thread
 
-    def receive(self, receiver: WeightReceiver, manifest: WeightManifest) -> None:
+    def receive(
+        self, receiver: WeightReceiver, manifest: WeightManifest, refuse: Refuse = lambda manifest: None
+    ) -> None:
         """Receive a version.  Raises TornWeights, GroupFailed (also if there is no room); `take` then has nothing.
 
+        refuse: raises GroupFailed for a version that cannot be loaded; asked before its first bucket.
         A call has the memory for itself: one that was abandoned must not write into the version of the next.  Memory
         that a receiver was given, and failed to fill, is not used again: gloo cannot cancel what it was to write there.
         """
@@ -230,6 +234,8 @@ class HostShadow:
 
         def allocate(index: int, device: torch.device) -> Tensor:
             nonlocal is_lent
+            if not index:
+                refuse(manifest)
             memory.fit(manifest)
             is_lent |= device.type == "cpu"
             return memory.blocks[index] if device.type == "cpu" else on_device(index, device)
@@ -326,16 +332,19 @@ def blocks_in_turn(manifest: WeightManifest) -> Allocate:
     return allocate
 
 
-def fresh_blocks(manifest: WeightManifest) -> Allocate:
+def fresh_blocks(manifest: WeightManifest, refuse: Refuse = lambda manifest: None) -> Allocate:
     """A separate block for every bucket: it is freed when no tensor refers to it any more.
 
     All except those of oversized tensors have the same size, so that the caching allocator can reuse them.
+    refuse: as of HostShadow.receive.
     """
     buckets = buckets_of(manifest)
     usual = max((bucket.num_bytes for bucket in buckets if len(bucket.tensors) > 1), default=0)
 
     def allocate(index: int, device: torch.device) -> Tensor:
         size = buckets[index].num_bytes
+        if not index:
+            refuse(manifest)
         with room_for(f"version {manifest.policy_version}: a bucket of {size} bytes on {device}"):
             return torch.empty(max(size, usual), dtype=torch.uint8, device=device)[:size]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import numpy as np
@@ -21,8 +23,11 @@ from rlhpc.config.rules import Config
 from rlhpc.config.tables import WeightsConfig
 from rlhpc.generation.vllm_core import CoreThread
 from rlhpc.generation.vllm_engine import VllmEngine
+from rlhpc.models.adapter import A, B, adapter_specs, base_digest, chosen_layers, matrices_of
+from rlhpc.models.shape import EMBEDDING, HEAD
 from rlhpc.protocol.contracts import GenerationEngine, WeightPublisher, WeightTiming
 from rlhpc.protocol.types import (
+    AdapterForm,
     FinishReason,
     Float32,
     Int32,
@@ -50,7 +55,13 @@ MAX_TOKENS = 600
 PROMPTS: dict[int, Int32] = {}  # the tokens of all requests, by the ids of their prompts
 
 
-def tiny_config(model: Path, staging: str = "auto", dtype: str = "float32", **generation: object) -> Config:
+def tiny_config(
+    model: Path,
+    staging: str = "auto",
+    dtype: str = "float32",
+    lora: Mapping[str, object] = MappingProxyType({}),
+    **generation: object,
+) -> Config:
     tables: dict[str, object] = {
         "run": {"name": "test", "num_steps": 1},
         "model": {"path": model, "dtype": dtype},
@@ -62,6 +73,7 @@ def tiny_config(model: Path, staging: str = "auto", dtype: str = "float32", **ge
         "admission": {"groups_per_step": 2, "group_size": 2},
         "trainer": {"token_budget": 1024},
         "weights": {"timeout_s": PATIENCE_S, "transport": "gloo", "staging": staging},
+        "lora": dict(lora),
     }  # fmt: skip
     return Config.model_validate(tables)
 
@@ -105,6 +117,7 @@ class Subject(ABC):
     engine: GenerationEngine
     loads_arriving = False  # new weights are loaded while they arrive, and nothing is sampled meanwhile
     bucket_bytes = 1 << 20
+    small_bucket_bytes = 1 << 16  # of which a version has several, and layers that straddle
 
     def __init__(self, publisher: WeightPublisher, transport: str = "gloo") -> None:
         self.publisher, self.transport = publisher, transport
@@ -173,6 +186,8 @@ class ScriptedSubject(Subject):
 
 
 class VllmSubject(Subject):
+    config: Config
+
     def __init__(self, publisher: WeightPublisher, transport: str, model: Path, device: str) -> None:
         super().__init__(publisher, transport)
         self._device = device
@@ -190,14 +205,16 @@ class VllmSubject(Subject):
         staging: str = "auto",
         dtype: str = "float32",
         is_apart: bool = False,
+        lora: Mapping[str, object] = MappingProxyType({}),
         **generation: object,
     ) -> Self:
         model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
         forget_end_of_sequence(model)
-        config = tiny_config(model, staging, dtype, **generation)
+        config = tiny_config(model, staging, dtype, lora, **generation)
         weights = WeightsConfig.model_validate({"transport": transport, "timeout_s": config.weights.timeout_s})
         publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)
+        subject.config = config
         subject.engine = await VllmEngine.start(config, seed=0, is_apart=is_apart, decode=decode)
         subject.loads_arriving = staging == "paused"
         return subject
@@ -220,11 +237,61 @@ class VllmSubject(Subject):
         with torch.no_grad():
             for (_, weight), parameter in zip(self.weights(version), self._reference.parameters(), strict=True):
                 parameter.copy_(weight)
-            prompt = PROMPTS[rollout.prompt_id]
-            tokens = torch.from_numpy(np.concatenate([prompt, rollout.token_ids])).long()
+        return self.reference_logprobs(rollout)
+
+    def reference_logprobs(self, rollout: Rollout) -> Float32:
+        """By the weights that the reference has."""
+        prompt = PROMPTS[rollout.prompt_id]
+        tokens = torch.from_numpy(np.concatenate([prompt, rollout.token_ids])).long()
+        with torch.no_grad():
             logits = self._reference(tokens[None]).logits[0, len(prompt) - 1 : -1]
-            picked = torch.log_softmax(logits.float(), -1).gather(1, tokens[len(prompt) :, None])
-        return picked[:, 0].numpy()
+            picked = torch.log_softmax(logits, -1).gather(1, tokens[len(prompt) :, None])
+        return picked[:, 0].float().numpy()
+
+
+class AdapterSubject(VllmSubject):
+    """An engine that holds adapters; what its versions mean is told by their merge in float64."""
+
+    small_bucket_bytes = 1 << 14
+    _held: int | None = None  # version of the reference
+
+    LORA = MappingProxyType({"rank": 8, "alpha": 16.0, "targets": ("attention", "mlp", "output")})
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._base.items()}
+        return chosen_layers(self.config.lora, matrices_of(shapes))
+
+    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(version)
+        specs = adapter_specs(self.layers(), self.config.lora.rank)
+        return [(spec.name, 0.2 * torch.randn(spec.shape, generator=generator)) for spec in specs]
+
+    def form(self) -> AdapterForm:
+        lora = self.config.lora
+        return AdapterForm(lora.rank, lora.scale, base_digest(self.config.model.path))
+
+    def manifest(self, version: int) -> WeightManifest:
+        return replace(super().manifest(version), adapter=self.form())
+
+    def merged(self, version: int) -> dict[str, torch.Tensor]:
+        """Whole weights in float64, the head's under its own name; −1: the base."""
+        whole = {name: tensor.double() for name, tensor in self._base.items()}
+        whole.setdefault(HEAD, whole[EMBEDDING])
+        given = {name: tensor.double() for name, tensor in (self.weights(version) if version >= 0 else ())}
+        for module in self.layers() if given else ():
+            update = given[module + B] @ given[module + A]
+            whole[f"{module}.weight"] = whole[f"{module}.weight"] + self.config.lora.scale * update
+        return whole
+
+    def expected_logprobs(self, version: int, rollout: Rollout) -> Float32:
+        if (version, torch.float64) != (self._held, self._reference.dtype):
+            self._reference.double()
+            with torch.no_grad():
+                self._reference.lm_head.weight = torch.nn.Parameter(self._reference.lm_head.weight.detach().clone())
+                for name, tensor in self.merged(version).items():
+                    self._reference.get_parameter(name).copy_(tensor)
+            self._held = version
+        return self.reference_logprobs(rollout)
 
 
 def _fail() -> None:

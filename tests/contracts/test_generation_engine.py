@@ -26,6 +26,7 @@ from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import (
     LONG_PROMPT,
     MAX_TOKENS,
+    AdapterSubject,
     PublisherDied,
     ScriptedSubject,
     Subject,
@@ -39,7 +40,6 @@ from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STOP = ".€"  # of three tokens, comes about once in 64
-SMALL_BUCKET = 1 << 16  # several of them, and layers that straddle
 TOLERANCE = 1e-4  # float32, another order of sums
 
 
@@ -51,6 +51,8 @@ TOLERANCE = 1e-4  # float32, another order of sums
         pytest.param("vllm", marks=pytest.mark.vllm),
         pytest.param("vllm apart", marks=[pytest.mark.vllm, pytest.mark.long]),
         pytest.param("vllm paused", marks=[pytest.mark.vllm, pytest.mark.long]),
+        pytest.param("adapters", marks=pytest.mark.vllm),
+        pytest.param("adapters paused", marks=[pytest.mark.vllm, pytest.mark.long]),
     ],
 )
 async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
@@ -61,12 +63,14 @@ async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         made: Subject = ScriptedSubject(make_publisher(config, directory=directory, device="cpu"))
     else:
         staging = "paused" if request.param.endswith("paused") else "auto"
-        made = await VllmSubject.start(
+        holds_adapters = request.param.startswith("adapters")
+        made = await (AdapterSubject if holds_adapters else VllmSubject).start(
             directory,
             family="qwen2",
             tied=True,
             staging=staging,
             is_apart=request.param.endswith("apart"),
+            lora=AdapterSubject.LORA if holds_adapters else {},
             seeded_samples=True,
         )
     await made.join()
@@ -586,7 +590,7 @@ def some_everyday(number: int) -> list[Any]:
 async def test_a_publisher_that_dies_at_any_bucket_leaves_nothing_torn_to_sample_from(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, boundary: int
 ) -> None:
-    monkeypatch.setattr(subject, "bucket_bytes", SMALL_BUCKET)
+    monkeypatch.setattr(subject, "bucket_bytes", subject.small_bucket_bytes)
     ends = (0, *subject.manifest(0).bucket_ends)
     if boundary >= len(ends):
         pytest.skip("a small model has few buckets")
@@ -608,7 +612,7 @@ async def test_a_publisher_that_dies_at_any_bucket_leaves_nothing_torn_to_sample
 async def test_a_damaged_bucket_is_never_sampled_from(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, bucket: int
 ) -> None:
-    monkeypatch.setattr(subject, "bucket_bytes", SMALL_BUCKET)
+    monkeypatch.setattr(subject, "bucket_bytes", subject.small_bucket_bytes)
     if bucket >= len(subject.manifest(0).bucket_ends):
         pytest.skip("a small model has few buckets")
     old = subject.engine.policy_version
@@ -627,7 +631,7 @@ async def test_an_engine_with_torn_weights_hands_back_what_it_has(
 ) -> None:
     if not subject.loads_arriving:
         pytest.skip("its weights are never torn")
-    monkeypatch.setattr(subject, "bucket_bytes", SMALL_BUCKET)
+    monkeypatch.setattr(subject, "bucket_bytes", subject.small_bucket_bytes)
     old = subject.engine.policy_version
     running = asyncio.create_task(subject.engine.generate(_long(1)))
     await until_sampling(subject, _long(1))

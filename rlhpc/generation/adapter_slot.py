@@ -1,0 +1,224 @@
+"""Hold the policy's LoRA adapter in vLLM's running model: a version is A and B, written where kernels read them.
+
+Input: manifests and tensors of versions in adapter form (protocol/types.py, AdapterForm).  Output: a model whose every
+request is sampled with W + scale · B A.  vLLM keeps adapters in slots, one row of a stack of buffers in each adapted
+layer, and would read a new one from files, under a new number that no running request has.  Here a version overwrites
+the slot instead, between two decoding steps: requests go on, and what CUDA graphs have captured stays where it is.
+
+Guarantees.  Before the first version the slot is zero: the base.  A version that does not fit is refused by its
+manifest, before anything has been received; one that is loaded leaves nothing of the one before.  The base is never
+written to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+from rlhpc.protocol.errors import GroupFailed
+from rlhpc.protocol.types import WeightManifest
+
+POLICY = 1  # vLLM's number of the adapter that all requests are sampled with
+WARM_UP_RANK = 1  # of the zeros that it is registered with; vLLM keeps them in host memory
+TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+
+
+def policy_adapter() -> Any:
+    """What a request says to be sampled with the policy's adapter, vLLM's LoRARequest."""
+    # No file: every worker has it under this number before the first request (AdapterSlot).
+    return LoRARequest(lora_name="policy", lora_int_id=POLICY, lora_path="memory:")
+
+
+class _Pair(NamedTuple):
+    """A and B of one module, [rank, in] and [out, rank]; None: it has not come."""
+
+    a: Any
+    b: Any
+
+
+class _SlotPart(NamedTuple):
+    """Where vLLM keeps the adapter of one module."""
+
+    layer: str  # vLLM's name, of a layer that may join several modules: qkv_proj
+    part: int  # which of them
+    num_parts: int
+
+
+class AdapterSlot:
+    """The policy's adapter in one worker."""
+
+    def __init__(self, runner: Any, *, rank: int, modules: Iterable[str], base: str) -> None:
+        """Register an adapter of zeros and put it into its slot.
+
+        runner: the worker's model runner, of an engine that was started for adapters and has no requests yet.
+        rank, modules: of every version.  base: digest of the weights that the engine holds; "": not known.
+        Raises GroupFailed for a module of which vLLM keeps no adapter.
+        """
+        request = policy_adapter()
+        runner.lora_manager.add_dummy_lora(request, rank=WARM_UP_RANK)
+        runner.lora_manager.add_adapter(request)
+        manager = runner.get_model().lora_manager
+        self._index: int = manager.lora_index_to_id.index(POLICY)
+        self._layers: dict[str, Any] = dict(manager.modules)
+        self._places = dict(_places(manager))
+        self._rank, self._modules, self._base = rank, frozenset(modules), base
+        if unserved := sorted(self._modules - self._places.keys()):
+            raise GroupFailed(f"vLLM keeps no adapter of {', '.join(unserved)}; legal: weights.form='merged'")
+        products = PlainProducts(self._index)
+        for layer in self._layers.values():
+            if current_platform.is_cpu() or isinstance(layer, LogitsProcessorWithLoRA):
+                layer.set_mapping(products)
+
+    def __str__(self) -> str:
+        return f"copies to the adapter slot of {len(self._layers)} layers"
+
+    def refuse_unfit(self, manifest: WeightManifest) -> None:
+        """Raise GroupFailed, naming the module, unless a version of this manifest can be loaded; changes nothing."""
+        form, name = manifest.adapter, f"version {manifest.policy_version}"
+        if form is None:
+            raise GroupFailed(f"{name} is of whole weights, and this engine holds adapters")
+        if self._base and form.base and form.base != self._base:
+            raise GroupFailed(f"{name} is for the base {form.base}, and this engine holds {self._base}")
+        if form.rank != self._rank:
+            raise GroupFailed(f"{name} is of rank {form.rank}, and this engine holds adapters of rank {self._rank}")
+        pairs = _pairs((spec.name, torch.empty(spec.shape, device="meta")) for spec in manifest.tensors)
+        for module in sorted(pairs.keys() ^ self._modules):
+            lacks = "has no adapter of" if module in self._modules else "has an adapter of a module that is none here:"
+            raise GroupFailed(f"{name} {lacks} {module}")
+        for module, pair in pairs.items():
+            if pair.a is None or pair.b is None:
+                raise GroupFailed(f"{name} has {'no A' if pair.a is None else 'no B'} of {module}")
+        for layer, parts in self._by_layer(pairs).items():
+            self._refuse_shapes(name, layer, parts)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], manifest: WeightManifest) -> None:
+        """Overwrite the slot by a version, once its last tensor has come.
+
+        Raises GroupFailed as refuse_unfit does, and whatever the iterator raises; the slot is as before then.  On CUDA
+        copies may still be under way on the current stream.
+        """
+        self.refuse_unfit(manifest)
+        pairs, form = _pairs(weights), manifest.adapter
+        assert form is not None
+        with torch.no_grad():
+            for layer, parts in self._by_layer(pairs).items():
+                self._write(self._layers[layer], parts, form.scale)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the slot holds, padding included."""
+        for layer in self._layers.values():
+            for stack in (*_stacks(layer.lora_a_stacked), *_stacks(layer.lora_b_stacked)):
+                yield stack[self._index]
+
+    def _write(self, layer: Any, parts: Sequence[_Pair | None], scale: float) -> None:
+        """Zero the layer's part of the slot, then fill it as vLLM shares it out over ranks and joined modules."""
+        to = _stacks(layer.lora_a_stacked)[0].device
+        a = [None if pair is None else pair.a.to(to, non_blocking=True) for pair in parts]
+        # In float32: the slot's dtype may have eight bits.
+        b = [None if pair is None else pair.b.to(to, torch.float32, non_blocking=True) * scale for pair in parts]
+        if len(parts) == 1:
+            layer.set_lora(self._index, a[0], b[0])
+        else:
+            layer.set_lora(self._index, a, b)
+
+    def _by_layer(self, pairs: Mapping[str, _Pair]) -> dict[str, list[_Pair | None]]:
+        """Adapters of the modules that each layer joins, None where there is none."""
+        found: dict[str, list[_Pair | None]] = {}
+        for module, pair in pairs.items():
+            place = self._places[module]
+            found.setdefault(place.layer, [None] * place.num_parts)[place.part] = pair
+        return found
+
+    def _refuse_shapes(self, version: str, name: str, parts: Sequence[_Pair | None]) -> None:
+        layer, names = self._layers[name], {place: module for module, place in self._places.items()}
+        stacks = zip(_stacks(layer.lora_a_stacked), _stacks(layer.lora_b_stacked), strict=True)
+        for part, (given, own, (a, b)) in enumerate(zip(parts, _shares(layer, parts), stacks, strict=True)):
+            if given is None or own is None:
+                continue
+            wanted = [self._rank, a.shape[-1]], [b.shape[-2], self._rank]
+            if (list(own.a.shape), list(own.b.shape)) != wanted:
+                raise GroupFailed(
+                    f"{version}: A and B of {names[_SlotPart(name, part, len(parts))]} are {list(given.a.shape)} and "
+                    f"{list(given.b.shape)}; this worker has room for its share, {wanted[0]} and {wanted[1]}"
+                )
+
+
+class PlainProducts:
+    """Products with the adapter of one slot, for every token there is.
+
+    In place of vLLM's in two cases.  On CPU its own copies A and B out of the stack for each token: a third of the
+    tokens per second at rank 8.  At the head, on any device, it takes as many rows as requests, which are wrong or too
+    few where a row is scored: there each token of a prompt has logits.
+    """
+
+    def __init__(self, index: int) -> None:
+        """index: of the slot."""
+        self._index = index
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Sequence[Tensor],
+        lora_b_stacked: Sequence[Tensor],
+        scale: float,
+        output_slices: Sequence[int],
+        **_: Any,
+    ) -> None:
+        """y[:, slice] += scale · x Aᵀ Bᵀ for each of a layer's modules; x [tokens, in], y [tokens, out]."""
+        x, y, start = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1]), 0
+        for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            low = torch.nn.functional.linear(x, a[self._index, 0])
+            y[:, start : start + size].addmm_(low, b[self._index, 0].t(), alpha=scale)
+            start += size
+
+    def add_lora_logits(
+        self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
+    ) -> None:
+        """y += scale · x Aᵀ Bᵀ in the dtype of the logits y [rows, vocabulary or more]; x [rows, hidden]."""
+        a, b = (stacked[self._index, 0].to(y.dtype) for stacked in (lora_a_stacked, lora_b_stacked))
+        y[:, : len(b)].addmm_(torch.nn.functional.linear(x.to(y.dtype), a), b.t(), alpha=scale)
+
+
+def _places(manager: Any) -> Iterator[tuple[str, _SlotPart]]:
+    """Yield the names that modules have in a checkpoint, and where each is kept."""
+    for layer in manager.modules:
+        modules = manager.packed_modules.get(layer, [layer])
+        for part, module in enumerate(modules):
+            yield module, _SlotPart(layer, part, len(modules))
+
+
+def _pairs(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, _Pair]:
+    """A and B by module, in the order of the first of them.  Raises GroupFailed for what is neither."""
+    found: dict[str, _Pair] = {}
+    for name, tensor in tensors:
+        match = TENSOR.fullmatch(name)
+        if match is None:
+            raise GroupFailed(f"{name} is no A or B of an adapter")
+        pair = found.get(match["module"], _Pair(None, None))
+        found[match["module"]] = pair._replace(**{match["matrix"].lower(): tensor})
+    return found
+
+
+def _shares(layer: Any, parts: Sequence[_Pair | None]) -> list[_Pair | None]:
+    """What vLLM gives this rank of the adapters of a layer's modules."""
+    if getattr(layer, "tp_size", 1) == 1:
+        return list(parts)
+    a, b = [pair and pair.a for pair in parts], [pair and pair.b for pair in parts]
+    if len(parts) == 1:
+        own = layer.slice_lora_a(a[0]), layer.slice_lora_b(b[0])
+        return list(parts) if own[0] is None else [_Pair(*own)]  # the head: every rank has all of it
+    pairs = zip(layer.slice_lora_a(a), layer.slice_lora_b(b), strict=True)
+    return [None if a is None else _Pair(a, b) for a, b in pairs]
+
+
+def _stacks(stacked: Any) -> tuple[Tensor, ...]:
+    """The buffers [slots, 1, …] of a layer's modules; the head has one by itself."""
+    return (stacked,) if isinstance(stacked, Tensor) else tuple(stacked)
