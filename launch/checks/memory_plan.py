@@ -15,6 +15,7 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     With a critic all of this but the reference twice; it is taken to be of the policy's size.
     adapters    of [lora], φ numbers: b·Ψ frozen (divided by N in ZeRO stage 3), and for φ what stands above for Ψ in
                 float32, of DeepSpeed in model.dtype; Megatron's are not divided.  The reference is the frozen model.
+                With lora.quantization 0.516 bytes in place of b for attention and MLP, and one matrix unpacked.
 Activations and the head: memory_plan.py.
 Host memory while a model is loaded: DeepSpeed has all Ψ on every rank in float32 and then in model.dtype too, before
 anything is cut; the reference has them in float32.  Megatron reads slices.
@@ -28,7 +29,7 @@ from math import prod
 
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import TrainerConfig
-from rlhpc.models.adapter import OUTPUT, adapter_specs, chosen_layers, matrices_of
+from rlhpc.models.adapter import OUTPUT, adapter_specs, chosen_layers, is_quantised, matrices_of
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ModelShape, ParallelLayout, RankParameters, layers_of_stage
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.weights.buckets import plan_buckets
@@ -191,6 +192,7 @@ FRAGMENTATION = 0.05  # guess: of everything else
 _ZERO_BUCKET = 64 << 20  # numbers; BUCKET_ELEMENTS of training/deepspeed/engine.py, which needs DeepSpeed to be read
 _ZERO_LIVE = 1_000_000_000  # numbers; DeepSpeed's default of stage3_max_live_parameters
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+NF4_BYTES = (4 + (8 + 32 / 256) / 64) / 8  # of a number: 64 have a scale of 8 bits, and 256 of those one in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +428,10 @@ def _beside_adapters(config: Config, shape: ModelShape, layout: ParallelLayout, 
     adapters = RankParameters(num_adapter_parameters(config, shape), 0)
     is_cut = trainer.backend == "deepspeed" and trainer.zero_stage == 3
     frozen = b * (-(-held.total // layout.data) if is_cut else held.total)
+    unpacked = 0
+    if config.lora.quantization != "off":
+        sizes = [rows * columns for name, (rows, columns) in matrices_of(shape.tensors).items() if is_quantised(name)]
+        frozen, unpacked = frozen - int((b - NF4_BYTES) * sum(sizes)), b * max(sizes)
     if trainer.backend == "deepspeed":
         state = _deepspeed(config, layout, adapters)
         buckets = b * min(held.total, _ZERO_LIVE) if is_cut else 0
@@ -436,7 +442,7 @@ def _beside_adapters(config: Config, shape: ModelShape, layout: ParallelLayout, 
     return replace(
         state,
         parameters=state.parameters + (0 if is_far else frozen),
-        buckets=state.buckets + buckets,
+        buckets=state.buckets + buckets + unpacked,
         host_loading=4 * held.total if is_loaded_whole else 0,
         host_optimizer=state.host_optimizer + (frozen if is_far else 0),
     )

@@ -392,6 +392,9 @@ def require_parts(config: Config) -> None:
         needed.append(("megatron.core", backend, "extra 'trainer'"))
     if trainer.backend == "deepspeed":
         needed.append(("deepspeed", backend, "extra 'deepspeed'"))
+    if config.lora.quantization != "off":
+        quantization = f"lora.quantization={config.lora.quantization!r}"
+        needed.append(("bitsandbytes", quantization, "extra 'nf4', or set it to 'off'"))
     if trainer.transformer_engine:
         needed.append(("transformer_engine", "trainer.transformer_engine=true", "NVIDIA's wheels, or set it to false"))
     _engine_is_installed(config)

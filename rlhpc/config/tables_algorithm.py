@@ -450,6 +450,10 @@ class LoraConfig(Section):
     targets: Annotated[tuple[str, ...], Field(strict=False, min_length=1), ADAPTED] = ("attention", "mlp")
     """Layers that get an adapter: all of "attention" or "mlp", the head as "output", or names of modules as PEFT has
     them, ["q_proj", "v_proj"]. Experts of a mixture have none."""
+    quantization: Annotated[Literal["off", "nf4"], ADAPTED] = "off"
+    """How the frozen matrices of attention and MLP are kept in the trainer: "off" in model.dtype, or "nf4" in 4 bits
+    (Dettmers et al. 2023, arXiv:2305.14314) by bitsandbytes, of the extra "nf4"; embedding, head and experts stay as
+    they are. Engines have the same weights, in model.dtype."""
     initial: Annotated[LoosePath | None, ADAPTED] = None
     """Directory of a PEFT adapter of the same rank, alpha and layers to begin with; its dropout is ignored. Default:
     A is drawn with the deviation 1 / rank and B is 0, so that the policy begins as model.path."""
@@ -486,6 +490,23 @@ class LoraConfig(Section):
         """`rank`: 0 with `checkpoint.trainer_format` = `"megatron"`, which has no place for adapters."""
         if self.rank and config.checkpoint.trainer_format != "hf":
             yield f"{key.rank} with {key.checkpoint.trainer_format}: that format has no place for adapters; legal: 'hf'"
+
+    @rule
+    def four_bits_are_sent_whole(self, config: Config, key: Keys) -> Faults:
+        """`quantization`: `"nf4"` needs `weights.form` = `"merged"`, since engines load the weights that are not
+        quantised; `trainer.backend` = `"reference"`, or `"deepspeed"` with `zero_stage` 1 or 2."""
+        if self.quantization == "off":
+            return
+        trainer, quantization = config.trainer, key.quantization
+        if config.weights.form != "merged":
+            yield (
+                f"{quantization} with {key.weights.form}: engines would add the adapters to weights that were not "
+                "quantised; legal: weights.form='merged'"
+            )
+        if trainer.backend == "megatron":
+            yield f"{quantization} with {key.trainer.backend}; legal: 'reference', 'deepspeed'"
+        if trainer.backend == "deepspeed" and trainer.zero_stage == 3:
+            yield f"{quantization} with {key.trainer.zero_stage}: matrices of 4 bits are not shared out; legal: 1, 2"
 
     @rule
     def adapters_are_named_once(self, config: Config, key: Keys) -> Faults:

@@ -73,6 +73,11 @@ def _role(module: str) -> str:
     return MLP if any("mlp" in part or "feed_forward" in part or "expert" in part for part in path) else ""
 
 
+def is_quantised(module: str) -> bool:
+    """Whether lora.quantization applies to a layer."""
+    return _role(module) in (ATTENTION, MLP)
+
+
 def _is_meant(module: str, target: str) -> bool:
     """A role, or as PEFT reads its target_modules: the whole name of a module, or its last parts."""
     return _role(module) == target if target in ROLES else module == target or module.endswith(f".{target}")
@@ -110,13 +115,14 @@ def record_of(settings: LoraConfig, base: str) -> dict[str, Any]:
         "alpha": settings.alpha,
         "rslora": settings.rslora,
         "targets": list(settings.targets),
+        "quantization": settings.quantization,
         "base": base,
     }
 
 
 def settings_of(record: Mapping[str, Any]) -> LoraConfig:
     """The settings by which the adapters of a checkpoint were trained: the inverse of record_of."""
-    return LoraConfig.model_validate({key: record[key] for key in ("rank", "alpha", "rslora", "targets")})
+    return LoraConfig.model_validate({key: record[key] for key in record if key != "base"})
 
 
 # --------------------------------------------------------------------------------------------------------- PEFT's files

@@ -248,12 +248,30 @@ class WeightAverage:
 
 # -------------------------------------------------------------------------------------------------------------- merging
 #
-# Low-rank adapters added to the weight that they are beside.
+# Low-rank adapters added to the weight that they are beside, and such weights in 4 bits: numbers of the normal
+# distribution ("nf4", Dettmers et al. 2023, arXiv:2305.14314), 64 to a scale, and those scales in 8 bits; bitsandbytes,
+# which is of an extra, packs and unpacks them.
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """W + scale · B A, added in float32 and rounded once to the dtype of W, which stays as it is."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+
+
+def in_four_bits(weight: Tensor) -> tuple[Tensor, Any]:
+    """A matrix of any dtype as packed numbers and their scales, on its device."""
+    from bitsandbytes.functional import quantize_4bit  # of an extra
+
+    packed, scales = quantize_4bit(weight.contiguous(), quant_type="nf4", compress_statistics=True)
+    return packed, scales
+
+
+def unpacked(packed: Tensor, scales: Any) -> Tensor:
+    """The matrix in its dtype, with the same bits every time."""
+    from bitsandbytes.functional import dequantize_4bit  # of an extra
+
+    whole: Tensor = dequantize_4bit(packed, scales)
+    return whole
 
 
 # ----------------------------------------------------------------------------------------------------- stateful backend

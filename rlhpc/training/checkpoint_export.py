@@ -26,6 +26,7 @@ from rlhpc.models.adapter import (
     A,
     B,
     base_digest,
+    is_quantised,
     matrices_of,
     peft_config,
     settings_of,
@@ -33,7 +34,7 @@ from rlhpc.models.adapter import (
 from rlhpc.protocol.contracts import TrainerBackend
 from rlhpc.protocol.errors import CheckpointError, ConfigError
 from rlhpc.protocol.types import TensorSpec
-from rlhpc.training.backends import AVERAGE, merged
+from rlhpc.training.backends import AVERAGE, in_four_bits, merged, unpacked
 from rlhpc.training.checkpoint_tensors import INDEX_FILE, TensorSource, plan_shards, size_in_bytes, write_safetensors
 from rlhpc.training.trainer_state import TrainerCheckpoint, open_checkpoint
 
@@ -236,6 +237,7 @@ def _with_adapters(
 ) -> tuple[list[TensorSpec], Iterator[Tensor]]:
     """All tensors of the base, where there is an adapter W + scale · B A, added in float32 and rounded once.
 
+    W is what the trainer had: after 4 bits, with lora.quantization.
     What is float32 on disk beside adapted weights that are not stays so: correction biases of routers.
     """
     assert checkpoint.adapter is not None
@@ -256,6 +258,9 @@ def _with_adapters(
         adapters = dict(zip((spec.name for spec in checkpoint.specs), checkpoint.verified_tensors(kind), strict=True))
         for name in names:
             weight = source.read(name)
+            is_packed = settings.quantization != "off" and is_quantised(name.removesuffix(".weight"))
+            if is_packed and weight.dim() == 2:  # not a bias, nor the weight of a norm
+                weight = unpacked(*in_four_bits(weight))
             if (module := weights.get(name)) is not None:
                 weight = merged(weight.float(), adapters[module + A], adapters[module + B], settings.scale)
             yield weight

@@ -5,6 +5,8 @@ of each adapted layer, in float32, and whose weights are frozen in the dtype of 
 Guarantees: the frozen weights are never written to, whatever is merged or switched off; switched off, the model is the
 base, bit for bit.
 
+In this file: a base in four bits; adapters.
+
 Products with A and B are in the dtype of the activations, as the engines have them, and are added to the layer's output
 in one operation; gradients of A and B are summed in float32 by whoever steps them.
 """
@@ -15,7 +17,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,74 @@ from rlhpc.models.adapter import (
     adapter_specs,
     base_digest,
     chosen_layers,
+    is_quantised,
     record_of,
     refuse_merged_tied_head,
     refuse_other_adapter,
 )
 from rlhpc.protocol.types import AdapterForm, TensorSpec
-from rlhpc.training.backends import HeldParameters, merged
+from rlhpc.training.backends import HeldParameters, in_four_bits, merged, unpacked
 from rlhpc.training.checkpoint_tensors import TensorSource
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk
 from rlhpc.training.logprob import all_ranks_agree
 from rlhpc.training.ranks import DTYPES
 
 log = logging.getLogger("rlhpc.training")
+
+
+# ---------------------------------------------------------------------------------------------------- base in four bits
+#
+# The frozen matrices of attention and MLP, packed (backends.py).  A matrix is unpacked for each product, to the same
+# bits every time, and for each version that is sent.
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer whose weight is frozen and packed."""
+
+    def __init__(self, layer: nn.Linear, device: torch.device) -> None:
+        """Takes over a layer in the dtype of the forward pass; its weight is packed on the device."""
+        super().__init__()
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+        # No buffers: whoever casts a module would cast the scales.
+        self.packed, self.scales = in_four_bits(layer.weight.detach().to(device))
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], unpacked anew; for reading."""
+        return unpacked(self.packed, self.scales)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Compute what nn.Linear does; nothing of the unpacked weight is kept for the backward pass."""
+        multiply: Any = _FrozenProduct.apply
+        product: Tensor = multiply(states, self)
+        return product if self.bias is None else product + self.bias
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """states · Wᵀ, whose gradient is of the states alone."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, layer: QuantisedLinear) -> Tensor:
+        ctx.layer = layer
+        return functional.linear(states, layer.weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.layer.weight, None
+
+
+def quantise(model: CausalLM, device: torch.device) -> CausalLM:
+    """Pack the matrices of attention and MLP, one after the other; they are no parameters any more."""
+    modules = dict(model.module.named_modules())
+    for name, layer in modules.items():
+        if isinstance(layer, nn.Linear) and is_quantised(name):
+            parent, _, last = name.rpartition(".")
+            setattr(modules[parent], last, QuantisedLinear(layer, device))
+    left = {id(parameter) for parameter in model.module.parameters()}
+    return replace(model, parameters={name: each for name, each in model.parameters.items() if id(each) in left})
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
 
 
 @dataclass(slots=True)
@@ -114,7 +171,9 @@ class Lora:
     digest: str  # of the base
     layers: dict[str, tuple[int, int]]  # adapted module → (out, in), in the model's order
     parameters: dict[str, nn.Parameter]  # A and B by their names
-    base: dict[str, nn.Parameter]  # frozen, by HF name
+    base_specs: tuple[TensorSpec, ...]  # of all frozen weights, in the model's order
+    base: dict[str, nn.Parameter]  # those that are not quantised, by HF name
+    quantised: dict[str, QuantisedLinear] = field(default_factory=dict)  # by HF name of the weight
     switch: Switch = field(default_factory=Switch)
 
     @property
@@ -146,18 +205,14 @@ class Lora:
         """Names, dtypes and shapes of a version."""
         return tuple(each for spec in self.base_specs for each in on_disk(spec)) if self.is_merged else self.specs
 
-    @cached_property
-    def base_specs(self) -> tuple[TensorSpec, ...]:
-        """Names, dtypes and shapes of the frozen weights, whole; asked for before they are sharded."""
-        return tuple(
-            TensorSpec(name, str(each.dtype).removeprefix("torch."), tuple(each.shape))
-            for name, each in self.base.items()
-        )
+    def frozen(self, name: str) -> Tensor:
+        """A weight of the base; not to be written to."""
+        return self.quantised[name].weight if name in self.quantised else self.base[name].detach()
 
     def whole_base(self) -> Iterator[tuple[str, Tensor]]:
         """The frozen weights by their names on disk, on a rank that has all of them."""
         for spec in self.base_specs:
-            yield from named_on_disk(spec, self.base[spec.name].detach())
+            yield from named_on_disk(spec, self.frozen(spec.name))
 
     @torch.no_grad()
     def version(
@@ -221,17 +276,22 @@ def load_policy(config: Config, device: torch.device, *, has_value_head: bool = 
         return load_trained(config, device, has_value_head=has_value_head), None
     model = load_trained(config, torch.device("cpu"), has_value_head=has_value_head)
     cast_parameters(model, DTYPES[config.model.dtype])
+    specs = model.tensor_specs()
+    if config.lora.quantization != "off":
+        model = quantise(model, device)
     model.module.to(device)
-    return with_adapters(model, config)
+    return with_adapters(model, config, specs)
 
 
-def with_adapters(model: CausalLM, config: Config) -> tuple[CausalLM, Lora]:
+def with_adapters(model: CausalLM, config: Config, specs: tuple[TensorSpec, ...]) -> tuple[CausalLM, Lora]:
     """Freeze a model and give its layers adapters, in place; model: in the dtype of its forward pass.
 
+    specs: of all its weights, those that are quantised, too.
     Raises ConfigError naming the key of [lora] that does not fit the model.
     """
     settings = config.lora
-    modules = {name: each for name, each in model.module.named_modules() if isinstance(each, nn.Linear)}
+    kinds = (nn.Linear, QuantisedLinear)
+    modules = {name: each for name, each in model.module.named_modules() if isinstance(each, kinds)}
     matrices = {name: (each.out_features, each.in_features) for name, each in modules.items()}
     layers = chosen_layers(settings, matrices)
     refuse_merged_tied_head(config, layers, is_tied=f"{HEAD_MODULE}.weight" not in model.parameters)
@@ -254,7 +314,9 @@ def with_adapters(model: CausalLM, config: Config) -> tuple[CausalLM, Lora]:
         digest=base_digest(config.model.path),
         layers=layers,
         parameters=parameters,
+        base_specs=specs,
         base=model.parameters,
+        quantised={f"{name}.weight": each for name, each in modules.items() if isinstance(each, QuantisedLinear)},
         switch=switch,
     )
     return replace(model, parameters=parameters, head=head), lora

@@ -71,3 +71,26 @@ def same_base(rank: Rank, *, model: Path, rows: Rows, num_versions: int, **setti
     after = base_of(backend)
     backend.close()
     return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def four_bit_steps(
+    rank: Rank, *, model: Path, steps: list[Rows], **settings: Any
+) -> tuple[Version, Version, Version, list[Tensor], list[Tensor], bool]:
+    """A and B before and after steps; the version then; log-probabilities of the last rows by policy and reference;
+    whether the packed base is bit for bit what it was."""
+    backend = rank.open(model, **settings)
+    lora = backend._lora
+
+    def bits() -> list[bytes]:
+        return [each.packed.numpy().tobytes() for each in lora.quantised.values()]
+
+    packed, before = bits(), {name: each.detach().clone() for name, each in lora.parameters.items()}
+    backend.hold_reference("device")
+    for rows in steps:
+        train(rank, backend, rows)
+    mine = rank.share(steps[-1], backend.dp_rank, backend.dp_size)
+    policy, reference = (backend.logprobs(mine, of_reference=is_reference) for is_reference in (False, True))
+    found = before, {name: each.detach().clone() for name, each in lora.parameters.items()}, weights_of(backend)
+    is_same = len(packed) > 0 and packed == bits()
+    backend.close()
+    return *found, policy, reference, is_same

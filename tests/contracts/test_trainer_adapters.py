@@ -13,7 +13,13 @@ from torch import Tensor
 
 from rlhpc.models.adapter import base_digest
 from rlhpc.protocol.types import AdapterForm
-from tests.contracts.adapter_scenarios import adapter_steps, describe_adapters, same_base, versions_after_steps
+from tests.contracts.adapter_scenarios import (
+    adapter_steps,
+    describe_adapters,
+    four_bit_steps,
+    same_base,
+    versions_after_steps,
+)
 from tests.contracts.reference_scenarios import ask_a_reference
 from tests.contracts.trainer_layouts import ADAPTER_LAYOUTS, EVERYDAY, LENGTHS, MODELS, marks_of, packed
 from tests.contracts.trainer_textbook import hf_logprobs, load_hf, torch_training, weights_on_disk
@@ -46,8 +52,10 @@ def scale_of(lora: dict[str, Any]) -> float:
     return float(lora["alpha"] / (lora["rank"] ** 0.5 if lora.get("rslora") else lora["rank"]))
 
 
-def with_peft(directory: Path, lora: dict[str, Any], adapters: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    """PEFT's model with these adapters."""
+def with_peft(
+    directory: Path, lora: dict[str, Any], adapters: dict[str, Tensor], dtype: torch.dtype, of: Any = None
+) -> Any:
+    """PEFT's model with these adapters.  of: the base, if it is not what is in the directory."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         r=lora["rank"],
@@ -56,7 +64,7 @@ def with_peft(directory: Path, lora: dict[str, Any], adapters: dict[str, Tensor]
         lora_dropout=0.0,
         target_modules=[name for target in lora["targets"] for name in PEFT_NAMES[target]],
     )
-    wrapped = peft.get_peft_model(load_hf(directory, dtype), config)
+    wrapped = peft.get_peft_model(load_hf(directory, dtype) if of is None else of, config)
     own = dict(wrapped.named_parameters())
     assert sum(each.requires_grad for each in own.values()) == len(adapters)
     for name, tensor in adapters.items():
@@ -200,3 +208,53 @@ def names_of(directory: Path) -> set[str]:
     """Of A and B of every layer and the head."""
     layers = [name for name, _ in load_hf(directory).named_modules() if name.split(".")[-1] in (*MODULES, "lm_head")]
     return {f"{name}.lora_{part}.weight" for name in layers for part in "AB"}
+
+
+# ---------------------------------------------------------------------------------------------------------- four bits
+
+
+def in_four_bits(directory: Path) -> Any:
+    """HF's model in float32 whose matrices of attention and MLP went through 4 bits."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    hf = load_hf(directory, torch.float32)
+    for name, layer in hf.named_modules():
+        if name.split(".")[-1] in MODULES:
+            packed, scales = functional.quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=True)
+            layer.weight.data = functional.dequantize_4bit(packed, scales)
+    return hf
+
+
+@pytest.mark.parametrize("cluster", ["reference-dp1", "reference-dp2", "deepspeed-zero2"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen2-tied", "qwen3-untied"])
+def test_a_base_in_four_bits_is_trained_beside_and_sent_as_the_weights_that_it_unpacks_to(
+    cluster, model, model_for, tmp_path
+):
+    lora = {"rank": 8, "alpha": 16.0, "targets": ALL, "quantization": "nf4"}
+    directory, steps = model_for(model, cluster.name), draw(model, 5)
+    quantised, rows = in_four_bits(directory), [packed(samples) for samples in steps]
+    answers = cluster.run(
+        four_bit_steps, tmp_path, model=directory, steps=rows, lora=lora, form="merged", temperature=0.7
+    )
+    before, after, version, _, _, _ = answers[0]
+    base = weights_on_disk(quantised)
+    assert any(not torch.equal(base[name], tensor) for name, tensor in weights_on_disk(load_hf(directory)).items())
+    with torch.no_grad():
+        expected = torch.cat([hf_logprobs(quantised, sample, 0.7) for sample in steps[-1]])
+    for place, atol in ((3, 1e-3), (4, 1e-5)):  # those of the policy have moved from the base's
+        lengths = len(rows[-1])
+        found = [row for share in zip(*(each[place] for each in answers), strict=True) for row in share][:lengths]
+        apart = (torch.cat(found) - expected).abs().max()
+        assert (apart <= atol) == (place == 4)
+    assert all(each[5] for each in answers)
+
+    wrapped = with_peft(directory, lora, before, torch.float32, of=quantised)
+    torch_training(wrapped, steps, temperature=0.7)
+    wanted = dict(wrapped.named_parameters())
+    for name, tensor in after.items():
+        apart = tensor - wanted[in_peft(name)].detach()
+        assert not torch.equal(tensor, before[name])
+        assert apart.norm() <= 1e-5 * tensor.norm(), name
+    for name, tensor in version.items():
+        a, b = (after.get(name.replace(".weight", f".lora_{part}.weight")) for part in "AB")
+        merged = base[name] if a is None or b is None else base[name] + 2.0 * b @ a
+        torch.testing.assert_close(tensor, merged, atol=1e-6, rtol=1e-6)

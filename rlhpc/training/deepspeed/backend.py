@@ -76,7 +76,6 @@ class DeepSpeedBackend(ReplicatedBackend):
         self._specs, self._lora = model.tensor_specs(), lora
         if lora is not None:
             self._adapter_form, self._adapter_record = lora.form, lora.record
-            assert lora.base_specs  # before they are sharded
         policy = ZeroPolicy(model, temperature=settings.temperature, chunk_tokens=LOGPROB_CHUNK_TOKENS)
         with ExitStack() as undo:
             undo.enter_context(accelerator_environment(device))

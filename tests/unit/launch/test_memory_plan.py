@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from launch.checks.memory_plan import GIB, RankMemory, fullest, plan_engine, plan_memory, rows_in_flight
+from launch.checks.memory_plan import GIB, NF4_BYTES, RankMemory, fullest, plan_engine, plan_memory, rows_in_flight
 from launch.checks.memory_verdict import advise, describe_memory, judge_host, judge_memory, memory_report
 from launch.cli import main
 from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
@@ -19,6 +20,7 @@ from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config, with_values
 from rlhpc.models.shape import ModelShape, ParallelLayout, layers_of_stage
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
+from rlhpc.training.backends import in_four_bits
 from tests import build
 from tests.unit.launch.public_models import (
     CONFIGS,
@@ -249,6 +251,21 @@ def test_adapters_are_beside_one_frozen_model_which_is_their_reference(backend, 
     assert rank.export < 3 * 4 * number
     (merged,) = plan_memory(with_values(config, {"weights.form": "merged"}), shape_of(CONFIGS["Qwen2.5-7B"]))
     assert merged.export > 10 * rank.export
+
+
+def test_a_base_in_four_bits_is_counted_as_it_is_packed():
+    """7.0 of the 7.6 billion numbers of Qwen2.5-7B stand in attention and MLP."""
+    plain = with_values(config_of("reference"), {"lora.rank": 8, "weights.form": "merged"})
+    packed, shape = with_values(plain, {"lora.quantization": "nf4"}), shape_of(CONFIGS["Qwen2.5-7B"])
+    (whole,), (small,) = (plan_memory(config, shape) for config in (plain, packed))
+    number = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    assert whole.parameters - small.parameters == pytest.approx((2 - 0.516) * number, rel=1e-4)
+    assert small.buckets - whole.buckets == 2 * 3584 * 18944  # a matrix that is unpacked
+    pytest.importorskip("bitsandbytes")
+    weight = torch.randn(512, 1024)
+    numbers, scales = in_four_bits(weight)
+    held = [numbers, scales.absmax, scales.state2.absmax]
+    assert sum(each.nbytes for each in held) == pytest.approx(NF4_BYTES * weight.numel(), rel=1e-3)
 
 
 @pytest.mark.parametrize("keys", [{}, {"zero_stage": 3, "num_ranks": 4}, {"zero_stage": 2, "optimizer_offload": True}])

@@ -335,6 +335,30 @@ def test_a_layout_that_contradicts_itself_or_the_model_is_refused(bench, trainer
 
 
 @pytest.mark.parametrize(
+    ("form", "trainer", "words"),
+    [
+        ("adapter", {"backend": "reference"}, ["lora.quantization='nf4'", "weights.form='adapter'", "form='merged'"]),
+        ("merged", {"backend": "megatron"}, ["'nf4' with trainer.backend='megatron'; legal: 'reference', 'deepspeed'"]),
+        ("merged", {"backend": "deepspeed", "zero_stage": 3}, ["with trainer.zero_stage=3", "legal: 1, 2"]),
+    ],
+)
+def test_four_bits_that_engines_or_backend_would_not_have_are_refused(bench, form, trainer, words):
+    bench.settings |= {"lora": {"rank": 4, "quantization": "nf4"}, "weights": {"form": form}}
+    bench.settings["trainer"] |= trainer
+    (line,) = bench.refusal()
+    for word in words:
+        assert word in line
+
+
+def test_four_bits_without_their_library_are_refused_with_what_to_install(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    bench.settings |= {"lora": {"rank": 4, "quantization": "nf4"}, "weights": {"form": "merged"}}
+    (line,) = bench.refusal()
+    assert "needs the package bitsandbytes" in line
+    assert "extra 'nf4'" in line
+
+
+@pytest.mark.parametrize(
     ("package", "trainer", "words"),
     [
         ("megatron.core", {"backend": "megatron"}, ["trainer.backend='megatron'", "extra 'trainer'"]),

@@ -53,6 +53,22 @@ def test_adapters_are_exported_into_the_weights_that_were_published(adapted, tmp
     assert all(torch.equal(state[name], tensor) for name, tensor in versions["merged"].items())
 
 
+def test_adapters_beside_four_bits_are_exported_into_the_weights_that_were_published(adapted, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    lora = LORA | {"quantization": "nf4"}
+    config = tiny_config(adapted[0], dtype="bfloat16", lora=lora, form="merged")
+    backend = open_backend(config, RankContext())
+    train_once(backend)
+    backend.save(tmp_path / "state" / "trainer").result()
+    export_hf(tmp_path / "state", adapted[0], tmp_path / "out")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    for name, tensor in backend.weights():
+        assert torch.equal(state[name], tensor), name
+    backend.close()
+    said = 'lora.quantization="off": .*trainer.json was written with "nf4"; legal: "nf4"'
+    assert_refused(tmp_path / "state", tiny_config(adapted[0], dtype="bfloat16", lora=LORA, form="merged"), said)
+
+
 def test_peft_loads_the_exported_adapter_and_its_log_probabilities_are_the_trainers(adapted, tmp_path):
     model_dir, checkpoint, versions = adapted
     assert export_adapter(checkpoint, model_dir, tmp_path / "out") == "float32"
