@@ -82,6 +82,7 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         f"staleness never above {admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
         f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
         f"learning rate {config.stepped.learning_rate:g}{_describe_fall(trainer)}",
+        *_describe_adapters(config),
         _describe_algorithm(config),
         *_describe_critic(config),
         f"generation  {generation.engine}, {counted(generation.num_replicas, 'replica')}, "
@@ -95,6 +96,15 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]
     return "\n".join(lines)
+
+
+def _describe_adapters(config: Config) -> list[str]:
+    lora = config.lora
+    if not lora.rank:
+        return []
+    begun = f"begun with {lora.initial}, " if lora.initial else ""
+    sent = "sent alone" if config.weights.form == "adapter" else "sent within all weights"
+    return [f"adapters    of rank {lora.rank} on {', '.join(lora.targets)}, scale {lora.scale:g}, {begun}{sent}"]
 
 
 def _describe_algorithm(config: Config) -> str:

@@ -222,6 +222,7 @@ RUN_FILES = {
     "demo": "Qwen2.5-0.5B",  # in place of the demo's own, which is smaller by far
     "demo_tp2": "Qwen2.5-0.5B",
     "demo_deepspeed": "Qwen2.5-0.5B",
+    "demo_lora": "Qwen2.5-0.5B",
     "demo_tool": "Qwen2.5-0.5B",
     "reasoning_gym": "Qwen2.5-0.5B",
 }

@@ -36,7 +36,7 @@ from rlhpc.buffer.history import (
 from rlhpc.buffer.journal import JournalFiles, journal_paths
 from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.buffer.segments import read_rollouts_directory, read_segment
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import Config, with_values
 from rlhpc.config.tables_algorithm import AlgorithmConfig, CriticConfig
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import CheckpointError, OwnershipLost
@@ -482,6 +482,14 @@ def test_a_critic_has_its_own_rate_and_a_head_start_and_follows_the_schedule_if_
         given = [rates.give(batch(step), None) for step in range(4)]
         assert [each.learning_rate for each in given] == pytest.approx([0.0, 0.0, 0.1, 0.05])
         assert [each.critic_learning_rate for each in given] == pytest.approx(expected)
+
+
+def test_adapters_follow_the_schedule_from_a_rate_of_their_own() -> None:
+    config = with_values(falling(5, learning_rate=0.2), {"lora.rank": 8, "lora.learning_rate": 2.0})
+    rates = LearningRates(config, RunProgress())
+    assert [rates.give(batch(step), None).learning_rate for step in range(4)] == pytest.approx([2.0, 1.5, 1.0, 0.5])
+    plain = LearningRates(with_values(config, {"lora.learning_rate": 0.0}), RunProgress())
+    assert plain.give(batch(0), None).learning_rate == pytest.approx(0.2)
 
 
 async def run_on(ring: SmallRing, replay: Replay | None = None) -> list[float]:
