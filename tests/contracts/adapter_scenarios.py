@@ -14,17 +14,20 @@ from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import Rows, train, weights_of
 
 Version = dict[str, Tensor]
-Course = tuple[list[StepResult], Version, Version, list[Tensor]]
+Course = tuple[list[StepResult], Version, Version, tuple[int, list[Tensor]]]
 
 
 def adapter_steps(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Course:
-    """Results of steps, versions before and after them, and log-probabilities of the last rows at the end."""
+    """Results of steps, versions before and after them, and log-probabilities of the last rows at the end.
+
+    The latter with the index of the replica that they are of.
+    """
     backend = rank.open(model, **settings)
     before = weights_of(backend)
     results = [train(rank, backend, rows) for rows in steps]
     assert backend.num_steps_applied == len(steps)
     mine = rank.share(steps[-1], backend.dp_rank, backend.dp_size)
-    after, logprobs = weights_of(backend), [row.cpu() for row in backend.logprobs(mine)]
+    after, logprobs = weights_of(backend), (backend.dp_rank, [row.cpu() for row in backend.logprobs(mine)])
     backend.close()
     return results, before, after, logprobs
 
@@ -53,7 +56,7 @@ def versions_after_steps(rank: Rank, *, model: Path, steps: list[Rows], **settin
 
 
 def base_of(backend: Any) -> dict[str, Tensor]:
-    """The frozen weights of a backend that has them whole."""
+    """The frozen weights of a backend, or this rank's part of them."""
     return {name: each.detach().clone() for name, each in backend._lora.base.items()}
 
 

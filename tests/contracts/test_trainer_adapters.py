@@ -21,7 +21,17 @@ from tests.contracts.adapter_scenarios import (
     versions_after_steps,
 )
 from tests.contracts.reference_scenarios import ask_a_reference
-from tests.contracts.trainer_layouts import ADAPTER_LAYOUTS, EVERYDAY, LENGTHS, MODELS, marks_of, packed
+from tests.contracts.trainer_layouts import (
+    ADAPTER_LAYOUTS,
+    EVERYDAY,
+    LENGTHS,
+    MIXTURE,
+    MODELS,
+    marks_of,
+    num_layers,
+    packed,
+)
+from tests.contracts.trainer_scenarios import resume, save_midway
 from tests.contracts.trainer_textbook import hf_logprobs, load_hf, torch_training, weights_on_disk
 from tests.unit.training.packed_rows import draw_samples
 
@@ -36,9 +46,14 @@ CASES = [
     ("qwen3-untied", {"rank": 64, "alpha": 32.0, "rslora": True, "targets": [*ALL, "output"]}),
     ("llama-odd", {"rank": 8, "alpha": 8.0, "targets": ["mlp"]}),
 ]
-in_every_layout = pytest.mark.parametrize(
-    "cluster", [pytest.param(name, marks=marks_of(name in EVERYDAY)) for name in ADAPTER_LAYOUTS], indirect=True
-)
+
+
+def in_every_layout(*everyday: str) -> pytest.MarkDecorator:
+    """For tests that take a cluster; everyday: those that `make test` holds, the rest is long."""
+    cases = [pytest.param(name, marks=marks_of(name in everyday)) for name in ADAPTER_LAYOUTS]
+    return pytest.mark.parametrize("cluster", cases, indirect=True)
+
+
 of_every_kind = pytest.mark.parametrize(
     ("any_model", "lora"), CASES, ids=[f"{model}/r{lora['rank']}" for model, lora in CASES]
 )
@@ -87,9 +102,26 @@ def merged_in_float64(directory: Path, lora: dict[str, Any], adapters: dict[str,
     return hf
 
 
-@in_every_layout
+@in_every_layout("reference-dp1", "megatron-tp2_dp2", "deepspeed-zero3")
 @of_every_kind
 def test_five_steps_are_those_of_peft_and_torchs_adamw(cluster, any_model, lora, model_for, tmp_path):
+    assert_course_of_peft(cluster, any_model, lora, model_for, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(name, marks=marks_of(name in EVERYDAY))
+        for name in ("reference-dp2", "megatron-dp2", "megatron-ep2", "megatron-sp_ep2")
+    ],
+    indirect=True,
+)
+def test_a_mixture_of_experts_has_adapters_beside_its_attention_and_head(cluster, model_for, tmp_path):
+    lora = {"rank": 4, "alpha": 8.0, "targets": ["attention", "output"]}
+    assert_course_of_peft(cluster, MIXTURE, lora, model_for, tmp_path)
+
+
+def assert_course_of_peft(cluster: Any, any_model: str, lora: dict[str, Any], model_for: Any, tmp_path: Path) -> None:
     directory, steps = model_for(any_model, cluster.name), draw(any_model, 5)
     rows = [packed(samples) for samples in steps]
     answers = cluster.run(adapter_steps, tmp_path, model=directory, steps=rows, lora=lora, temperature=0.7)
@@ -106,7 +138,7 @@ def test_five_steps_are_those_of_peft_and_torchs_adamw(cluster, any_model, lora,
         assert (tensor - wanted).norm() <= 1e-5 * wanted.norm(), name
 
 
-@in_every_layout
+@in_every_layout("reference-dp1")
 @of_every_kind
 def test_log_probabilities_are_those_of_weights_merged_in_float64(cluster, any_model, lora, model_for, tmp_path):
     directory, steps = model_for(any_model, cluster.name), draw(any_model, 2)
@@ -115,12 +147,12 @@ def test_log_probabilities_are_those_of_weights_merged_in_float64(cluster, any_m
     hf = merged_in_float64(directory, lora, answers[0][2])
     with torch.no_grad():
         expected = torch.cat([hf_logprobs(hf, sample, 0.7) for sample in steps[-1]])
-    lengths = [len(row.token_ids) for row in rows[-1]]
-    found = [row for share in zip(*(each[3] for each in answers), strict=True) for row in share][: len(lengths)]
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-5, rtol=0)
+    of_replicas = dict(each[3] for each in answers)
+    found = [row for share in zip(*(of_replicas[i] for i in sorted(of_replicas)), strict=True) for row in share]
+    torch.testing.assert_close(torch.cat(found[: len(rows[-1])]), expected, atol=1e-5, rtol=0)
 
 
-@in_every_layout
+@in_every_layout("reference-dp1", "megatron-cp2")
 def test_a_version_is_a_and_b_of_each_layer_and_the_manifest_says_the_scale(cluster, model_for, tmp_path):
     lora = {"rank": 4, "alpha": 6.0, "targets": ["q_proj", "down_proj"]}
     directory = model_for("qwen2-tied", cluster.name)
@@ -129,14 +161,14 @@ def test_a_version_is_a_and_b_of_each_layer_and_the_manifest_says_the_scale(clus
     )
     names = [
         f"model.layers.{layer}.{module}.lora_{part}.weight"
-        for layer in range(2)
+        for layer in range(num_layers(cluster.name))
         for module in ("self_attn.q_proj", "mlp.down_proj")
         for part in "AB"
     ]
     for rank, (specs, form, version) in enumerate(answers):
         assert form == AdapterForm(rank=4, scale=1.5, base=base_digest(directory))
         assert [spec.name for spec in specs] == names
-        assert [spec.shape for spec in specs] == [(4, 32), (32, 4), (4, 64), (32, 4)] * 2
+        assert [spec.shape for spec in specs] == [(4, 32), (32, 4), (4, 64), (32, 4)] * num_layers(cluster.name)
         assert {spec.dtype for spec in specs} == {"float32"}
         assert [(name, tuple(tensor.shape)) for name, tensor in version] == (
             [(spec.name, spec.shape) for spec in specs] if rank == 0 else []
@@ -145,7 +177,7 @@ def test_a_version_is_a_and_b_of_each_layer_and_the_manifest_says_the_scale(clus
     assert [name for name, _ in kept["tensors"]] == names
 
 
-@in_every_layout
+@in_every_layout("reference-dp1", "megatron-tp2_dp2", "deepspeed-zero3")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_merged_version_is_the_base_and_the_adapters_whatever_was_published_before(
     cluster, dtype, model_for, tmp_path
@@ -175,7 +207,7 @@ def test_a_merged_version_is_the_base_and_the_adapters_whatever_was_published_be
                 assert (apart == 0).float().mean() > 0.99
 
 
-@in_every_layout
+@in_every_layout("reference-dp1")
 @pytest.mark.parametrize("form", ["adapter", "merged"])
 def test_two_hundred_versions_leave_every_bit_of_the_base(cluster, form, model_for, tmp_path):
     directory, rows = model_for("qwen2-tied", cluster.name), packed(draw("qwen2-tied", 1)[0][:3])
@@ -184,7 +216,7 @@ def test_two_hundred_versions_leave_every_bit_of_the_base(cluster, form, model_f
     assert cluster.run(same_base, tmp_path, form=form, **arguments) == [[]] * cluster.num_ranks
 
 
-@in_every_layout
+@in_every_layout("reference-dp1", "megatron-cp2")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_is_the_policy_as_it_was_held_and_asking_it_changes_no_bit(cluster, dtype, model_for, tmp_path):
     directory, rows = model_for("qwen2-tied", cluster.name), packed(draw("qwen2-tied", 1)[0])
@@ -202,6 +234,45 @@ def test_the_reference_is_the_policy_as_it_was_held_and_asking_it_changes_no_bit
     for name in names:
         assert (tmp_path / "a" / "before" / name).read_bytes() == (tmp_path / "a" / "after" / name).read_bytes(), name
     assert set(load_file(tmp_path / "a" / "before" / "weights-00001.safetensors")) == names_of(directory)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(source, target, marks=marks_of(source in EVERYDAY and target in EVERYDAY))
+        for source, target in [
+            *((name, name) for name in ADAPTER_LAYOUTS),
+            ("megatron-tp2_dp2", "reference-dp1"),
+            ("megatron-tp2_dp2", "megatron-dp2"),
+            ("megatron-tp2_dp2", "megatron-sp"),
+            ("megatron-vpp2", "megatron-tp2_dp2"),
+            ("megatron-vpp2", "reference-dp2"),
+            ("reference-dp1", "megatron-cp2"),
+            ("reference-dp2", "megatron-vpp2"),
+        ]
+    ],
+)
+def test_saved_adapters_continue_in_the_same_layout_bit_for_bit_and_alike_in_others(
+    source, target, start, model_for, tmp_path
+):
+    lora = {"rank": 4, "alpha": 8.0, "targets": [*ALL, "output"]}
+    directory = model_for("qwen3-untied", "megatron-vpp2")  # enough layers for all of them
+    arguments = {
+        "model": directory,
+        "steps": [packed(samples) for samples in draw("qwen3-untied", 4)],
+        "directory": tmp_path / "state",
+        "lora": lora,
+    }
+    _, results, weights = start(source).run(save_midway, tmp_path / "a", **arguments)[0]
+    others, found = start(target).run(resume, tmp_path / "b", **arguments)[0]
+    if source == target:
+        assert others == results
+        assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
+    for there, here in zip(results, others, strict=True):
+        assert here.grad_norm == pytest.approx(there.grad_norm, rel=1e-5)
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert (found[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
 def names_of(directory: Path) -> set[str]:

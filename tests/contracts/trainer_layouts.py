@@ -56,7 +56,7 @@ MIXTURE_LAYOUTS = (
     "deepspeed-zero2",
     "deepspeed-zero3",
 )
-ADAPTER_LAYOUTS = tuple(name for name, keys in LAYOUTS.items() if keys["backend"] != "megatron")
+ADAPTER_LAYOUTS = tuple(name for name, keys in LAYOUTS.items() if "expert_parallel" not in keys)
 LENGTHS = (5, 31, 12, 2, 47, 12, 20, 33, 9)  # too long and too short for one bucket of padding
 
 

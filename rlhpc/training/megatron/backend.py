@@ -245,6 +245,12 @@ class MegatronBackend(OptimizerBackend):
         self._dp_rank: int = parallel_state.get_data_parallel_rank()
         self._exchange = Exchange()
         self._reference = HeldParameters(rank_model.parameters)
+        if rank_model.adapters is not None:
+            from rlhpc.training.lora import AdapterReference  # loads transformers: see model_config.py
+
+            self._lora = lora = rank_model.adapters.lora
+            self._adapter_form, self._adapter_record = lora.form, lora.record
+            self._reference = AdapterReference(lora, lambda: [p.detach() for p in lora.parameters.values()])
         # Losses are computed on the last stage; its first rank reports for all, being tensor, context and data rank 0.
         self._speaker = self._layout.num_ranks - self._layout.num_ranks // self._layout.pipeline
         self._state = RankState(rank_model, optimizer.shards, self._exchange)
@@ -280,7 +286,7 @@ class MegatronBackend(OptimizerBackend):
         trainer, dtype = config.trainer, DTYPES[config.model.dtype]
         model = RankModel.load(config, dtype, device, has_value_head=has_value_head)
         settings = OptimizerSettings(
-            dtype=dtype,
+            dtype=dtype if model.adapters is None else torch.float32,
             betas=(trainer.adam_beta1, trainer.adam_beta2),
             eps=trainer.adam_eps,
             is_distributed=trainer.distributed_optimizer,
@@ -296,7 +302,7 @@ class MegatronBackend(OptimizerBackend):
             config.generation.temperature,
             config.checkpoint.trainer_format,
         )
-        if dtype != torch.float32:
+        if dtype != torch.float32 and model.adapters is None:
             # Main weights were copied from rounded ones; the checkpoint may have them in full precision.
             with ModelSource.of_model(config.model.path) as source:
                 backend._state.read("weights", source)
@@ -308,7 +314,12 @@ class MegatronBackend(OptimizerBackend):
             sharded = ShardedState(self._model, self._optimizer.shards)
             return DistributedSaver(sharded, self._exchange, fingerprint=fingerprint(self._model.specs), group=group)
         return BackgroundSaver(
-            self._state.items, self._state.own, device=self._device, group=group, lead_rank=LEAD_RANK
+            self._state.items,
+            self._state.own,
+            device=self._device,
+            group=group,
+            lead_rank=LEAD_RANK,
+            adapter=self._adapter_record,
         )
 
     @property
@@ -396,11 +407,14 @@ class MegatronBackend(OptimizerBackend):
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
         return self._model.specs
 
+    def _state_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for item in self._state.items for spec in item.specs)
+
     def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; views of parameters that are whole on rank 0: not to be written to."""
         with self._reference.in_place(of_reference):
             yield from gather_stream(
-                self._model.items, self._model.own, to_rank=LEAD_RANK, dtype=self._model.dtype, device=self._device
+                self._model.items, self._model.own, to_rank=LEAD_RANK, dtype=self._model.sent_dtype, device=self._device
             )
 
     def load(self, directory: Path) -> None:

@@ -9,6 +9,7 @@ shard.  A shard is a pile of slabs, runs of rows (or columns) of HF tensors:
     REPLICATED   the tensor
     VOCABULARY   rows; the last shards are filled up with rows of zeros
     COLUMNS      columns: the inputs of a row-parallel linear layer
+    ROWS         rows
     QKV          for each group of heads that shares keys: rows of q, of k, of v
     GATE_UP      rows of gate, then the same rows of up
 """
@@ -51,6 +52,7 @@ class Kind(Enum):
     REPLICATED = auto()
     VOCABULARY = auto()
     COLUMNS = auto()
+    ROWS = auto()
     QKV = auto()
     GATE_UP = auto()
 

@@ -9,10 +9,10 @@ in the order of the HF specs; the copy of a tied head is loaded and never export
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,10 @@ from rlhpc.training.megatron.hf_layout import (
 from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import ModelConfig, read_model, transformer_config
 from rlhpc.training.megatron.optimizer import OptimizerShard
-from rlhpc.training.ranks import Exchange
+from rlhpc.training.ranks import DTYPES, Exchange
+
+if TYPE_CHECKING:
+    from rlhpc.training.megatron.lora import RankAdapters
 
 # ----------------------------------------------------------------------------------------------------------- hf weights
 
@@ -64,15 +67,34 @@ def parameters_of_rank(chunks: Sequence[Any], model: Any, layout: ParallelLayout
 
     chunks: of build_chunks, not wrapped.  The default process group must be up.
     """
+    return {
+        rename(name): parameter
+        for chunk, rename in _renamed(chunks, model, layout)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def modules_of_rank(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -> dict[str, nn.Module]:
+    """Return this rank's modules by the name that their parameters have before the last dot."""
+    return {
+        rename(name): module
+        for chunk, rename in _renamed(chunks, model, layout)
+        for name, module in chunk.named_modules()
+    }
+
+
+def _renamed(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -> Iterator[tuple[Any, Callable[[str], str]]]:
+    """Each chunk, and what gives a name in it layers and experts counted over the whole model."""
     experts_here = num_experts(model.to_dict()) // layout.expert
     first_expert = _expert_rank(layout) * experts_here
-    found = {}
+    experts = range(first_expert, first_expert + experts_here)
     for chunk in chunks:
         layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
-        experts = range(first_expert, first_expert + experts_here)
-        for name, parameter in chunk.named_parameters():
-            found[_renumber(_renumber(name, _LAYER, layers), _EXPERT, experts)] = parameter
-    return found
+
+        def rename(name: str, layers: Sequence[int] = layers) -> str:
+            return _renumber(_renumber(name, _LAYER, layers), _EXPERT, experts)
+
+        yield chunk, rename
 
 
 @torch.no_grad()
@@ -101,7 +123,7 @@ def local_shard(
     return to_local(parameter, partial(_read, source), parameter.shard_of(tensor_rank(layout)), dtype)
 
 
-def sharded_weights(model: Any, layout: ParallelLayout, dtype: torch.dtype) -> tuple[ShardedTensorSpec, ...]:
+def sharded_weights(maps: Sequence[ParameterMap], dtype: torch.dtype) -> tuple[ShardedTensorSpec, ...]:
     """Return where the weights lie, in the order of export: on the ranks of the first replica.  Pure."""
     return tuple(
         ShardedTensorSpec(
@@ -109,21 +131,23 @@ def sharded_weights(model: Any, layout: ParallelLayout, dtype: torch.dtype) -> t
             shards=tuple(Shard(rank, place.shard_elements) for rank in place.ranks),
             join=partial(to_hf, place),
         )
-        for place in exported(parameter_maps(model, layout))
+        for place in exported(maps)
     )
 
 
-def own_shards(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -> Callable[[int], Sequence[Tensor]]:
-    """Return what gather_stream asks for items of sharded_weights: live views of this rank's parameters."""
-    parameters = parameters_of_rank(chunks, model, layout)
-    names = [place.name for place in exported(parameter_maps(model, layout))]
+def own_shards(
+    parameters: Mapping[str, nn.Parameter], maps: Sequence[ParameterMap]
+) -> Callable[[int], Sequence[Tensor]]:
+    """Return what gather_stream asks for items of sharded_weights: live views of this rank's parameters.
+
+    parameters: of parameters_of_rank.
+    """
+    names = [place.name for place in exported(maps)]
     return lambda index: (parameters[names[index]].detach().view(-1),)
 
 
-def sharded_float32_state(
-    model: Any, layout: ParallelLayout, ranges: Iterable[OwnedRange]
-) -> tuple[ShardedTensorSpec, ...]:
-    """Return where float32 state lies, in the order of exported(parameter_maps()).  Pure.
+def sharded_float32_state(maps: Sequence[ParameterMap], ranges: Iterable[OwnedRange]) -> tuple[ShardedTensorSpec, ...]:
+    """Return where float32 state lies, in the order of exported(maps).  Pure.
 
     ranges: of all ranks, in any order, the same on every rank; between them they cover every shard.  Of replicas the
     lowest ranks are used.  No rank has more than one piece of an item.
@@ -131,7 +155,7 @@ def sharded_float32_state(
     by_name: dict[str, list[OwnedRange]] = {}
     for each in ranges:
         by_name.setdefault(each.name, []).append(each)
-    return tuple(_state_item(place, by_name.get(place.name, [])) for place in exported(parameter_maps(model, layout)))
+    return tuple(_state_item(place, by_name.get(place.name, [])) for place in exported(maps))
 
 
 def tensor_rank(layout: ParallelLayout) -> int:
@@ -221,8 +245,9 @@ class RankModel:
     layout: ParallelLayout
     dtype: torch.dtype
     device: torch.device
-    items: tuple[ShardedTensorSpec, ...]  # all weights of the model
+    items: tuple[ShardedTensorSpec, ...]  # what a version consists of
     own: Callable[[int], Sequence[Tensor]]  # see gather_stream
+    adapters: RankAdapters | None = None  # what is trained, if not the whole model
 
     @classmethod
     def load(
@@ -234,8 +259,30 @@ class RankModel:
         model = critic_of(model) if has_value_head else model
         chunks = build_chunks(model, transformer_config(model, config.trainer, dtype), config.trainer, device)
         load_weights(chunks, ModelSource.of_model(config.model.path), model, layout)
-        items = sharded_weights(model, layout, dtype)
-        return cls(tuple(chunks), model, layout, dtype, device, items, own_shards(chunks, model, layout))
+        maps = parameter_maps(model, layout)
+        own = own_shards(parameters_of_rank(chunks, model, layout), maps)
+        whole = cls(tuple(chunks), model, layout, dtype, device, sharded_weights(maps, dtype), own)
+        return whole._with_adapters(config) if config.lora.rank else whole
+
+    def _with_adapters(self, config: Config) -> RankModel:
+        """Put adapters beside the layers, in place, and train nothing else."""
+        from rlhpc.training.megatron.lora import attach_adapters  # loads transformers: see model_config.py
+
+        modules = modules_of_rank(self.chunks, self.config, self.layout)
+        adapters = attach_adapters(modules, config, self.config, self.layout, self.device)
+        parameters = parameters_of_rank(self.chunks, self.config, self.layout)
+        places, part = (
+            (exported(parameter_maps(self.config, self.layout)), adapters.weight)
+            if adapters.lora.is_merged
+            else (adapters.maps, adapters.part)
+        )
+
+        def own(index: int) -> Sequence[Tensor]:
+            name = places[index].name
+            return (part(name, parameters[name].detach()).view(-1),)
+
+        items = self.items if adapters.lora.is_merged else sharded_weights(places, torch.float32)
+        return replace(self, items=items, own=own, adapters=adapters)
 
     def parameters(self) -> list[Tensor]:
         """This rank's parameters, live, each once."""
@@ -254,14 +301,19 @@ class RankModel:
                     setattr(dispatcher, name, None)
 
     @property
+    def sent_dtype(self) -> torch.dtype:
+        """Return the dtype of the tensors of a version."""
+        return DTYPES[self.items[0].specs[0].dtype]
+
+    @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """Specs of all weights, in the order of items."""
         return tuple(spec for item in self.items for spec in item.specs)
 
     @property
     def places(self) -> tuple[ParameterMap, ...]:
-        """All parameters of the whole model, copies of a tied head included."""
-        return parameter_maps(self.config, self.layout)
+        """All that is trained: parameters of the whole model, copies of a tied head included, or its adapters."""
+        return parameter_maps(self.config, self.layout) if self.adapters is None else self.adapters.maps
 
 
 class ModelSource(TensorSource):
@@ -295,7 +347,7 @@ class RankState:
             for name, shard in self._shards.items()
         ]
         ranges = [OwnedRange(*each) for of_rank in exchange.of_all(kept) for each in of_rank]
-        self.items: tuple[ShardedTensorSpec, ...] = sharded_float32_state(model.config, model.layout, ranges)
+        self.items: tuple[ShardedTensorSpec, ...] = sharded_float32_state(model.places, ranges)
 
     def own(self, kind: str, index: int) -> Sequence[Tensor]:
         """This rank's live part of items[index], float32; see BackgroundSaver."""

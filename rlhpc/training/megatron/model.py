@@ -114,7 +114,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     def _preprocess(self, *, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
         """Megatron's, with the rotation [2, L, head size / 2] of every token in the place of Megatron's angles."""
         decoder_input, _, *others = super()._preprocess(position_ids=position_ids, **inputs)
-        if self.pre_process and self._padding_token is not None:
+        if self.pre_process and not self.embedding.word_embeddings.weight.requires_grad:
+            decoder_input = _plain_leaf(decoder_input)
+        elif self.pre_process and self._padding_token is not None:
             is_padding = torch.eq(inputs["input_ids"][0], self._padding_token)
             decoder_input = self._without_gradient(decoder_input, is_padding)
         rotation = rotation_of(position_ids[0, :, None].float() * self._frequencies, self.config.params_dtype)
@@ -138,10 +140,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         if self._is_critic:
             values, none = token_values(hidden.index_select(0, row.predictors), self.output_layer.weight)
             return self._at(row, torch.stack([values, none]))
+        weight: Tensor = self.head_weight
+        if (adapter := getattr(self.output_layer, "adapter", None)) is not None:
+            hidden, weight = adapter.widened(hidden_states, hidden, weight)
         # Runs even if nothing is wanted: backward must reach the collectives that other ranks wait in.
         logprobs, entropy = chunked_logprobs(
             hidden.index_select(0, row.predictors),
-            self.head_weight,
+            weight,
             row.targets,
             temperature=request.temperature,
             chunk_tokens=request.chunk_tokens,
@@ -182,6 +187,15 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         if group.size() == 1:
             return None
         return VocabularyShard.of(group, len(self.head_weight), self._real_vocabulary)
+
+
+def _plain_leaf(embedded: Tensor) -> Tensor:
+    """What a frozen embedding gives, as layers with adapters want it.
+
+    With the strides of a transposed tensor torch would multiply it token by token.  It wants a gradient, which nobody
+    reads: layers that are computed anew in backward have one only if their input has.
+    """
+    return embedded.clone(memory_format=torch.contiguous_format).requires_grad_(torch.is_grad_enabled())
 
 
 def build_chunks(

@@ -315,8 +315,8 @@ def _wrong_parameters(chunks, case):
 
 def _exported_twice(chunks, model, layout, dtype):
     def weights():
-        items = sharded_weights(model, layout, dtype)
-        own = own_shards(chunks, model, layout)
+        maps = parameter_maps(model, layout)
+        items, own = sharded_weights(maps, dtype), own_shards(parameters_of_rank(chunks, model, layout), maps)
         return gather_stream(items, own, to_rank=0, dtype=dtype, device=CPU, bucket_elements=10_000)
 
     early = weights()
@@ -343,7 +343,7 @@ def _gathered_state(parameters, model, layout):
             mine[place.name] = OwnedRange(place.name, shard, dist.get_rank(), cuts[number], cuts[number + 1])
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, list(mine.values()))
-    items = sharded_float32_state(model, layout, [each for ranges in everyones for each in ranges])
+    items = sharded_float32_state(maps, [each for ranges in everyones for each in ranges])
     names = [place.name for place in exported(maps)]
 
     def own(index):
@@ -418,7 +418,7 @@ def test_state_in_ranges_of_any_cut_comes_back_whole(tmp_path):
             ]
     held = {(each.name, each.rank): shards[each.name, each.shard][each.start : each.end] for each in ranges}
     names = [place.name for place in exported(parameter_maps(model, layout))]
-    for name, item in zip(names, sharded_float32_state(model, layout, ranges), strict=True):
+    for name, item in zip(names, sharded_float32_state(parameter_maps(model, layout), ranges), strict=True):
         joined = item.join([held[name, piece.rank] for piece in item.shards])
         for spec, tensor in zip(item.specs, joined, strict=True):
             assert spec.dtype == "float32"
@@ -430,7 +430,7 @@ def test_ranges_with_a_gap_are_our_own_mistake(tmp_path):
     layout = layout_of()
     ranges = [OwnedRange(place.name, 0, 0, 0, place.shard_elements - 1) for place in parameter_maps(model, layout)]
     with pytest.raises(AssertionError, match=r"word_embeddings.weight: no rank keeps shard 0 from \d+ on"):
-        sharded_float32_state(model, layout, ranges)
+        sharded_float32_state(parameter_maps(model, layout), ranges)
 
 
 def failures(rank: int, world_size: int, checkpoints: list[Path]) -> list[str]:
@@ -513,7 +513,7 @@ def test_every_run_file_is_looked_at() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_every_tensor_that_an_engine_expects_leaves_the_trainer_and_no_other(name: str) -> None:
     config, model, layout = run_of(name)
-    items = sharded_weights(model, layout, torch.bfloat16)
+    items = sharded_weights(parameter_maps(model, layout), torch.bfloat16)
     left: dict[str, tuple[int, ...]] = {}
     for item in items:
         shards = [torch.empty(shard.num_elements, dtype=torch.bfloat16, device=META) for shard in item.shards]
