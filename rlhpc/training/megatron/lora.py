@@ -46,7 +46,16 @@ from rlhpc.models.shape import ParallelLayout
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.backends import merged
 from rlhpc.training.lora import Lora, Switch, initial_tensors
-from rlhpc.training.megatron.hf_layout import EMBEDDING, HEAD, HfTensor, Kind, ParameterMap, parameter_maps, to_local
+from rlhpc.training.megatron.hf_layout import (
+    EMBEDDING,
+    HEAD,
+    HfTensor,
+    Kind,
+    ParameterMap,
+    parameter_maps,
+    tensor_specs,
+    to_local,
+)
 from rlhpc.training.megatron.hf_weights import tensor_rank
 
 # ----------------------------------------------------------------------------------------------------------------- maps
@@ -259,6 +268,7 @@ def attach_adapters(
         digest=base_digest(config.model.path),
         layers=layers,
         parameters={},
+        base_specs=tensor_specs(parameter_maps(model, layout), config.model.dtype),
         base={
             f"{name}.{own}": parameter
             for name, module in modules.items()
