@@ -315,13 +315,15 @@ def export(
     *,
     step: int | None = None,
     ema: bool = False,
+    adapter: bool = False,
     dtype: str | None = None,
     tell: Tell | None = None,
 ) -> Path:
     """Write the trained model of a run as an HF checkpoint, as `rlhpc export` does; returns where.
 
-    step: a checkpoint; default: the newest sound one.  ema: the moving average of its weights.  dtype: "float32" or
-    "bfloat16"; default: that of the model at model.path.  tell: called with the lines that the command prints.
+    step: a checkpoint; default: the newest sound one.  ema: the moving average of its weights.  adapter: the adapters
+    alone, as PEFT loads them.  dtype: "float32" or "bfloat16"; default: that of the model at model.path, of adapters
+    float32.  tell: called with the lines that the command prints.
     Raises CheckpointError, ConfigError, RunDirectoryError.  It loads torch.
     """
     from launch.commands.export import export_run
@@ -329,7 +331,7 @@ def export(
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype {dtype}; legal: float32, bfloat16")
     known = run if isinstance(run, Run) else Run(run)
-    said = export_run(RunLayout(known.directory), Path(out), step, is_average=ema, dtype=dtype)
+    said = export_run(RunLayout(known.directory), Path(out), step, is_average=ema, dtype=dtype, is_adapter=adapter)
     for line in said.splitlines():
         (tell or say_nothing)(line)
     return Path(out)

@@ -382,7 +382,7 @@ def _refuse_other_adapter(path: Path, there: Mapping[str, Any] | None, here: Map
     if there is None or here is None:
         return
     for key, value in here.items():
-        if key != "base" and value != there[key]:
+        if key != "base" and value != there.get(key, value):
             was = json.dumps(there[key])
             raise CheckpointError(f"lora.{key}={json.dumps(value)}: {path} was written with {was}; legal: {was}")
     if "" not in (here["base"], there["base"]) and here["base"] != there["base"]:

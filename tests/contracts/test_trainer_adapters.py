@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rlhpc.models.adapter import base_digest
 from rlhpc.protocol.types import AdapterForm
+from rlhpc.training.checkpoint_export import export_adapter
 from tests.contracts.adapter_scenarios import (
     adapter_steps,
     describe_adapters,
@@ -20,6 +22,7 @@ from tests.contracts.adapter_scenarios import (
     same_base,
     versions_after_steps,
 )
+from tests.contracts.average_scenarios import average_steps
 from tests.contracts.reference_scenarios import ask_a_reference
 from tests.contracts.trainer_layouts import (
     ADAPTER_LAYOUTS,
@@ -273,6 +276,43 @@ def test_saved_adapters_continue_in_the_same_layout_bit_for_bit_and_alike_in_oth
     assert found.keys() == weights.keys()
     for name, tensor in weights.items():
         assert (found[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+@in_every_layout
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_of_an_adapter_to_begin_with_is_the_policy_with_it(cluster, dtype, model_for, tmp_path):
+    lora = {"rank": 4, "alpha": 8.0, "targets": ALL}
+    directory, rows = model_for("qwen2-tied", cluster.name), packed(draw("qwen2-tied", 1)[0])
+    cluster.run(describe_adapters, tmp_path / "a", model=directory, rows=rows, lora=lora)
+    export_adapter(tmp_path / "a" / "state", directory, tmp_path / "initial")
+    begun = {"model": directory, "rows": rows, "dtype": dtype, "lora": {**lora, "initial": tmp_path / "initial"}}
+    for memory in ("host", "device"):
+        for seen in cluster.run(ask_a_reference, tmp_path / memory, memory=memory, **begun):
+            assert all(map(torch.equal, seen["reference again"], seen["start"]))
+            assert all(map(torch.equal, seen["policy again"], seen["policy"]))
+            assert not all(map(torch.equal, seen["policy"], seen["start"]))
+
+
+@in_every_layout
+def test_the_average_is_of_adapters_alone_and_goes_on_bit_for_bit(cluster, model_for, tmp_path):
+    lora, directory = {"rank": 4, "targets": ["attention"]}, model_for("qwen2-tied", cluster.name)
+    steps = [packed(samples) for samples in draw("qwen2-tied", 3)]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    arguments = {"model": directory, "decay": 0.75, "lora": lora, "dtype": "bfloat16"}
+    cluster.run(average_steps, whole, steps=steps, memory="host", **arguments)
+    cluster.run(average_steps, resumed, steps=steps[2:], memory="device", saved=whole / "2", **arguments)
+    states = [
+        {kind: load_file(whole / str(number) / f"{kind}-00001.safetensors") for kind in ("weights", "average")}
+        for number in (1, 2, 3)
+    ]
+    for before, after in pairwise(states):
+        assert all("lora_" in name for name in after["average"])
+        for name, tensor in after["weights"].items():
+            expected = 0.75 * before["average"][name].double() + 0.25 * tensor.double()
+            torch.testing.assert_close(after["average"][name].double(), expected, atol=1e-7, rtol=1e-6)
+    for name in ("weights", "exp_avg", "exp_avg_sq", "average"):
+        file = f"{name}-00001.safetensors"
+        assert (resumed / "1" / file).read_bytes() == (whole / "3" / file).read_bytes(), name
 
 
 def names_of(directory: Path) -> set[str]:
