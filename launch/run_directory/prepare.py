@@ -293,7 +293,7 @@ log = logging.getLogger("rlhpc.run_directory")
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "run.deterministic:", "model.", "data.",
     "admission.group_size:", "admission.groups_per_step:", "admission.max_staleness:",
     "admission.window_groups:",
-    "lora.rank:", "lora.alpha:", "lora.rslora:", "lora.targets:", "lora.initial:")  # fmt: skip
+    "lora.rank:", "lora.alpha:", "lora.rslora:", "lora.targets:", "lora.quantization:", "lora.initial:")  # fmt: skip
 MAY_MOVE = ("model.path:", "data.path:")  # to another path with the same content as at the first start
 
 

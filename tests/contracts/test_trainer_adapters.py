@@ -252,6 +252,8 @@ def test_the_reference_is_the_policy_as_it_was_held_and_asking_it_changes_no_bit
             ("megatron-vpp2", "reference-dp2"),
             ("reference-dp1", "megatron-cp2"),
             ("reference-dp2", "megatron-vpp2"),
+            ("deepspeed-zero3", "reference-dp1"),
+            ("megatron-tp2_dp2", "deepspeed-zero2"),
         ]
     ],
 )
@@ -278,7 +280,7 @@ def test_saved_adapters_continue_in_the_same_layout_bit_for_bit_and_alike_in_oth
         assert (found[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
-@in_every_layout
+@in_every_layout("reference-dp1", "deepspeed-zero3")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_of_an_adapter_to_begin_with_is_the_policy_with_it(cluster, dtype, model_for, tmp_path):
     lora = {"rank": 4, "alpha": 8.0, "targets": ALL}
@@ -293,7 +295,7 @@ def test_the_reference_of_an_adapter_to_begin_with_is_the_policy_with_it(cluster
             assert not all(map(torch.equal, seen["policy"], seen["start"]))
 
 
-@in_every_layout
+@in_every_layout("reference-dp1", "deepspeed-zero3")
 def test_the_average_is_of_adapters_alone_and_goes_on_bit_for_bit(cluster, model_for, tmp_path):
     lora, directory = {"rank": 4, "targets": ["attention"]}, model_for("qwen2-tied", cluster.name)
     steps = [packed(samples) for samples in draw("qwen2-tied", 3)]

@@ -604,7 +604,7 @@ def test_a_living_run_is_left_alone(config, layout, prepared):
 
 def test_what_a_checkpoint_is_of_cannot_change_on_resume_and_other_settings_are_told(lab, config, layout, prepared):
     before = layout.config.read_bytes()
-    for word in ("run.seed=7", "admission.group_size=8", "data.shuffle=false"):
+    for word in ("run.seed=7", "admission.group_size=8", "data.shuffle=false", "lora.rank=8"):
         with pytest.raises(RunDirectoryError, match=f"cannot change on resume: {word.partition('=')[0]}: "):
             prepare_run_dir(override(config, [word]), layout, resume=True, fresh=False)
         assert layout.config.read_bytes() == before

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.models.adapter import base_digest, chosen_layers, matrices_of
 from rlhpc.models.shape import ModelShape
-from rlhpc.protocol.contracts import TrainerBackend
+from rlhpc.protocol.contracts import StepResult, TrainerBackend
 from rlhpc.protocol.errors import CheckpointError, ConfigError
 from rlhpc.training.checkpoint_export import export_adapter, export_hf
 from rlhpc.training.factory import open_backend
@@ -111,9 +111,9 @@ def test_the_average_of_adapters_is_exported_in_both_ways(adapted, tmp_path):
     torch.testing.assert_close(state[weight], expected, atol=1e-7, rtol=1e-6)
 
 
-def train_once(backend: TrainerBackend) -> None:
+def train_once(backend: TrainerBackend) -> StepResult:
     row = pack_row(draw_samples((20, 30)))
-    backend.step(
+    return backend.step(
         [row],
         clipped_loss,
         proximal=None,
@@ -122,6 +122,23 @@ def train_once(backend: TrainerBackend) -> None:
         weight_decay=0.0,
         max_grad_norm=1.0,
     )
+
+
+def test_layers_that_are_computed_anew_give_their_adapters_the_same_gradients(adapted):
+    """The output of a frozen embedding needs no gradient, which must not cut the first layer off."""
+    courses = []
+    for recompute in ("none", "full"):
+        lora = {"rank": 4, "targets": ["attention", "mlp", "output"]}
+        backend = open_backend(tiny_config(adapted[0], lora=lora, recompute_activations=recompute), RankContext())
+        norms = [train_once(backend).grad_norm for _ in range(3)]
+        courses.append((norms, {name: tensor.clone() for name, tensor in backend.weights()}))
+        backend.close()
+    (norms, weights), (again, others) = courses
+    assert norms == pytest.approx(again, rel=1e-6)
+    assert norms[0] > 0
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, atol=1e-6, rtol=1e-5)
+    assert all(tensor.any() for name, tensor in weights.items() if "lora_B" in name)
 
 
 # -------------------------------------------------------------------------------------------------------------- layers
