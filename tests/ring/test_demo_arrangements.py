@@ -44,7 +44,9 @@ def names_of(directory: Path) -> set[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param("demo", marks=pytest.mark.soak), "demo_tp2", "demo_deepspeed"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("demo", marks=pytest.mark.soak), "demo_tp2", "demo_deepspeed", "demo_lora"]
+)
 def test_a_run_file_of_the_demo_trains_and_exports_with_its_trainer(lab: Lab, name: str) -> None:
     layout = run_in_short(lab, name)
     assert summary_of(layout)["steps"] == NUM_STEPS
