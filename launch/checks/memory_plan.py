@@ -18,7 +18,7 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
                 With lora.quantization 0.516 bytes in place of b for attention and MLP, and one matrix unpacked.
 Activations and the head: memory_plan.py.
 Host memory while a model is loaded: DeepSpeed has all Ψ on every rank in float32 and then in model.dtype too, before
-anything is cut; the reference has them in float32.  Megatron reads slices.
+anything is cut; the reference has them in float32.  Megatron reads slices.  With adapters both have model.dtype alone.
 """
 
 from __future__ import annotations
@@ -443,7 +443,7 @@ def _beside_adapters(config: Config, shape: ModelShape, layout: ParallelLayout, 
         state,
         parameters=state.parameters + (0 if is_far else frozen),
         buckets=state.buckets + buckets + unpacked,
-        host_loading=4 * held.total if is_loaded_whole else 0,
+        host_loading=b * held.total if is_loaded_whole else 0,
         host_optimizer=state.host_optimizer + (frozen if is_far else 0),
     )
 

@@ -1,11 +1,13 @@
 """`rlhpc recipes`: the run files that reproduce published runs, and copies of them.
 
-Input: configs/gsm8k.toml and configs/recipes/*.toml.  Output: a table, or one file in a directory.
+Input: configs/gsm8k.toml, configs/recipes/*.toml and, with adapters, configs/lora/*.toml.  Output: a table, or one file
+in a directory.
 """
 
 from __future__ import annotations
 
 import argparse
+from itertools import chain
 from pathlib import Path
 
 from launch.common.text import aligned, quoted
@@ -33,7 +35,8 @@ def recipes(options: argparse.Namespace) -> int:
 
 def known_recipes(directory: Path = DIRECTORY) -> dict[str, Path]:
     """Files of the recipes by name, the smallest run first."""
-    paths = (directory / "gsm8k.toml", *sorted((directory / "recipes").glob("*.toml")))
+    folders = [sorted((directory / name).glob("*.toml")) for name in ("lora", "recipes")]
+    paths = (directory / "gsm8k.toml", *chain(*folders))
     return {path.stem: path for path in sorted(paths, key=lambda path: sum(num_gpus(load_config(path))))}
 
 

@@ -456,7 +456,7 @@ class LoraConfig(Section):
     they are. Engines have the same weights, in model.dtype."""
     initial: Annotated[LoosePath | None, ADAPTED] = None
     """Directory of a PEFT adapter of the same rank, alpha and layers to begin with; its dropout is ignored. Default:
-    A is drawn with the deviation 1 / rank and B is 0, so that the policy begins as model.path."""
+    A is drawn with the variance 1 / (3 · in) of PEFT's default, and B is 0: the policy begins as model.path."""
     learning_rate: Annotated[
         float,
         Field(ge=0, le=1),

@@ -9,7 +9,7 @@ beside HF's own attention.  So is a mixture of experts whose tensors have other 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -143,11 +143,14 @@ class CausalLM:
         )
 
 
-def load_trained(config: Config, device: torch.device, *, has_value_head: bool) -> CausalLM:
+def load_trained(
+    config: Config, device: torch.device, *, has_value_head: bool, dtype: torch.dtype = torch.float32
+) -> CausalLM:
     """Load the model of a run, or its critic, as load_causal_lm."""
     model = load_causal_lm(
         config.model.path,
         device=device,
+        dtype=dtype,
         recompute_activations=config.trainer.recompute_activations == "full",
         max_tokens=config.generation.max_tokens,
     )
@@ -155,9 +158,14 @@ def load_trained(config: Config, device: torch.device, *, has_value_head: bool) 
 
 
 def load_causal_lm(
-    path: Path, *, device: torch.device, recompute_activations: bool = False, max_tokens: int = 0
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    recompute_activations: bool = False,
+    max_tokens: int = 0,
 ) -> CausalLM:
-    """Load a checkpoint in float32 on `device`.
+    """Load a checkpoint in `dtype` on `device`.
 
     max_tokens: of the longest sequence that the engine may sample (_rotate_as_engines).
     Raises ConfigError naming model.path if there is none, or if the architecture cannot be trained here.
@@ -168,7 +176,7 @@ def load_causal_lm(
         _rotate_as_engines(config, max_tokens)
         refuse_other_weights(path, object_in(path / "config.json"))
         module, loaded = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True,
+            path, config=config, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True,
             output_loading_info=True,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:  # the last for tensors of other shapes
@@ -182,6 +190,7 @@ def load_causal_lm(
     if hasattr(module.config, "output_router_logits"):
         module.config.output_router_logits = False  # otherwise the trunk keeps those of every layer
     model = _without_logits(module)
+    cast_parameters(model, dtype)  # also those that transformers keeps in float32
     _refuse_unknown_experts(model, path)
     _drop_nothing(module)
     _refuse_unfaithful(model, path)
@@ -271,7 +280,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
     module: Any = model.module
     module.eval()
     row = torch.arange(1, 1 + sum(TRIAL_LENGTHS), device=device) % vocabulary
-    with _narrow_windows(module):
+    with _narrow_windows(module), _in_float32(module):
         module.set_attn_implementation("eager")
         segments = row.split_with_sizes(TRIAL_LENGTHS)
         logits = [module(input_ids=segment[None], use_cache=False).logits[0] for segment in segments]
@@ -287,7 +296,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
                 f"model.path={path}: the layers of {type(module).__name__} do not hand the borders of packed samples "
                 f"on to their attention: {error}"
             ) from error
-    found, _ = chunked_logprobs(hidden, model.head_weight, row, temperature=1.0, chunk_tokens=len(row))
+    found, _ = chunked_logprobs(hidden, model.head_weight.float(), row, temperature=1.0, chunk_tokens=len(row))
     difference = (found - torch.cat(expected).gather(1, row[:, None])[:, 0]).abs().max().item()
     if not difference <= TRIAL_TOLERANCE:
         raise ConfigError(
@@ -295,6 +304,28 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
             f"{difference:.2g} from its own logits; it ignores the attention interface, changes attention scores "
             "(a soft cap, sinks, a bias), transforms its logits, or draws random numbers in training"
         )
+
+
+@contextmanager
+def _in_float32(module: nn.Module) -> Iterator[None]:
+    """Meanwhile every part of a model computes in float32, its own parameters widened while it is at work."""
+    narrow: dict[nn.Module, list[Tensor]] = {}
+
+    def widen(part: nn.Module, *_: Any) -> None:
+        narrow[part] = [each.data for each in part.parameters(recurse=False)]
+        for each in part.parameters(recurse=False):
+            each.data = each.data.float()
+
+    def restore(part: nn.Module, *_: Any) -> None:
+        for each, data in zip(part.parameters(recurse=False), narrow.pop(part), strict=True):
+            each.data = data
+
+    owners = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+    with ExitStack() as hooks:
+        for part in owners if any(each.dtype != torch.float32 for each in module.parameters()) else ():
+            hooks.callback(part.register_forward_pre_hook(widen).remove)
+            hooks.callback(part.register_forward_hook(restore, always_call=True).remove)
+        yield
 
 
 @contextmanager

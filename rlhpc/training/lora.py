@@ -14,6 +14,7 @@ in one operation; gradients of A and B are summed in float32 by whoever steps th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,7 @@ from rlhpc.models.adapter import (
 from rlhpc.protocol.types import AdapterForm, TensorSpec
 from rlhpc.training.backends import HeldParameters, in_four_bits, merged, unpacked
 from rlhpc.training.checkpoint_tensors import TensorSource
-from rlhpc.training.hf_model import CausalLM, cast_parameters, load_trained, named_on_disk, on_disk
+from rlhpc.training.hf_model import CausalLM, load_trained, named_on_disk, on_disk
 from rlhpc.training.logprob import all_ranks_agree
 from rlhpc.training.ranks import DTYPES
 
@@ -276,8 +277,8 @@ def load_policy(config: Config, device: torch.device, *, has_value_head: bool = 
     """
     if not config.lora.rank:
         return load_trained(config, device, has_value_head=has_value_head), None
-    model = load_trained(config, torch.device("cpu"), has_value_head=has_value_head)
-    cast_parameters(model, DTYPES[config.model.dtype])
+    dtype = DTYPES[config.model.dtype]
+    model = load_trained(config, torch.device("cpu"), has_value_head=has_value_head, dtype=dtype)
     specs = model.tensor_specs()
     if config.lora.quantization != "off":
         model = quantise(model, device)
@@ -330,12 +331,15 @@ def initial_tensors(config: Config, layers: Mapping[str, tuple[int, int]]) -> di
 
 
 def _drawn(config: Config, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """A from a normal distribution of deviation 1 / rank, as PEFT's "gaussian", and B = 0; the same in every layout."""
+    """A from a normal distribution of variance 1 / (3 · in), which is that of PEFT's default, and B = 0.
+
+    A x is then as large for every rank, so that learning rates carry over.  The same in every layout.
+    """
     draw, tensors = torch.Generator().manual_seed(config.run.seed), dict[str, Tensor]()
     for spec in adapter_specs(layers, config.lora.rank):
         tensors[spec.name] = torch.zeros(spec.shape)
         if spec.name.endswith(A):
-            tensors[spec.name].normal_(std=1 / config.lora.rank, generator=draw)
+            tensors[spec.name].normal_(std=1 / math.sqrt(3 * spec.shape[1]), generator=draw)
     return tensors
 
 

@@ -59,6 +59,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 18944,
         "vocab_size": 152064,
     },
+    "Qwen2.5-14B": _QWEN2_5
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 13824,
+        "vocab_size": 152064,
+    },
     "Qwen2.5-32B": _QWEN2_5
     | {
         "hidden_size": 5120,
@@ -122,6 +131,7 @@ NUM_PARAMETERS = {
     "Qwen2.5-Math-1.5B": 1_543_714_304,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen2.5-72B": 72_706_203_648,
     "Qwen3-0.6B": 596_049_920,
@@ -184,6 +194,14 @@ RECIPES = {
     "recipes/dapo-32b": "Qwen2.5-32B",
     "recipes/drgrpo-1.5b": "Qwen2.5-Math-1.5B",
     "recipes/gspo-30b-a3b": "Qwen3-30B-A3B",
+}
+
+# Adapters on one card, or a few: configs/lora/.
+LORA_RUNS = {
+    "lora/lora-7b": "Qwen2.5-7B",
+    "lora/lora-14b": "Qwen2.5-14B",
+    "lora/lora-32b": "Qwen2.5-32B",
+    "lora/lora-30b-a3b": "Qwen3-30B-A3B",
 }
 
 

@@ -29,7 +29,7 @@ from launch.doctor.gpus import Gpu, memory_of, parse_listing, parse_memory
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.site_file import Site
 from rlhpc.config.file import load_config
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import Config, with_values
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import ModelShape, ParallelLayout
 from rlhpc.protocol.errors import ConfigError
@@ -40,10 +40,12 @@ from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.launch.public_models import (
     CONFIGS,
     LARGE_RUNS,
+    LORA_RUNS,
     NUM_PARAMETERS,
     ODD_CONFIGS,
     RECIPES,
     make_model_directory,
+    part_of,
 )
 from tests.unit.training.packed_rows import draw_samples, pack_row
 from tests.unit.training.rank_processes import run_ranks
@@ -70,6 +72,38 @@ def verdict(config: Config, card: float, *, words: tuple[str, ...] = ("0",), mod
     """What `rlhpc check` says on a machine whose GPUs have `card` GiB each.  Raises ConfigError."""
     visible = VisibleGpus(words, ",".join(words))
     return judge_devices(config, CONFIGS[model], shape_of(model), map_gpus(config, visible), dict.fromkeys(words, card))
+
+
+@pytest.mark.parametrize(("name", "card"), [("lora/lora-7b", 44.3), ("lora/lora-14b", 79.1)])
+def test_adapters_are_trained_and_sampled_on_one_card(name: str, card: float) -> None:
+    run_file = ROOT / "configs" / f"{name}.toml"
+    words = verdict(load_config(run_file), card, model=LORA_RUNS[name])
+    trainer, engine, spare = re.findall(r"(?:trainer|generator)-0 ([\d.]+)|, ([\d.]+) GiB to spare", words)
+    assert part_of(run_file, "Memory") == (
+        f"estimate, GiB of a card's {card}: trainer {trainer[0]} at its fullest, engine {engine[0]} at least, "
+        f"{spare[1]} to spare."
+    )
+    whole = with_values(load_config(run_file), {"lora.rank": 0, "lora.learning_rate": 0.0})
+    with pytest.raises(ConfigError, match="GiB more than GPU 0"):
+        verdict(whole, card, model=LORA_RUNS[name])
+
+
+def test_the_page_says_which_model_fits_one_card_with_which_adapters() -> None:
+    """Models of a page's row by what they are called there; GiB of trainer and engine together, by the plan."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    models = {"0.5B": "Qwen2.5-0.5B", "1.5B": "Qwen2.5-Math-1.5B", "7B": "Qwen2.5-7B", "8B": "Llama-3.1-8B"}
+    models |= {"14B": "Qwen2.5-14B", "32B": "Qwen2.5-32B"}
+    config = load_config(ROOT / "configs" / "lora" / "lora-7b.toml")
+    ranks: list[dict[str, Any]] = [{"lora.rank": rank} for rank in (8, 32, 128)]
+    four_bits = {"lora.rank": 32, "lora.quantization": "nf4", "weights.form": "merged"}
+    kinds = [{"lora.rank": 0, "lora.learning_rate": 0.0}, *ranks, four_bits]
+    for said, name in models.items():
+        totals = []
+        for changes in kinds:
+            each = with_values(config, changes)
+            (rank,) = plan_memory(each, shape_of(name))
+            totals.append(f"{(rank.peak + plan_engine(each, shape_of(name)).total) / GIB:.1f}")
+        assert f"| {said} | {' | '.join(totals)} |" in page
 
 
 def refusal(config: Config, card: float, *, words: tuple[str, ...] = ("0",), model: str = MODEL) -> str:
@@ -219,6 +253,7 @@ def test_check_judges_the_one_gpu_of_this_machine(tmp_path, monkeypatch, capsys)
 RUN_FILES = {
     **LARGE_RUNS,
     **RECIPES,
+    **LORA_RUNS,
     "demo": "Qwen2.5-0.5B",  # in place of the demo's own, which is smaller by far
     "demo_tp2": "Qwen2.5-0.5B",
     "demo_deepspeed": "Qwen2.5-0.5B",

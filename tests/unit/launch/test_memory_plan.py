@@ -25,6 +25,7 @@ from tests import build
 from tests.unit.launch.public_models import (
     CONFIGS,
     LARGE_RUNS,
+    LORA_RUNS,
     NUM_PARAMETERS,
     ODD_CONFIGS,
     RECIPES,
@@ -492,9 +493,13 @@ def test_a_gpu_of_unknown_name_is_taken_with_its_memory():
     assert site.trainer.memory_gib == 191.0
 
 
+# On one card are those of test_device_memory.py.
+PLANNED_RUNS = LARGE_RUNS | RECIPES | {name: LORA_RUNS[name] for name in ("lora/lora-32b", "lora/lora-30b-a3b")}
+
+
 def check_words(name: str, tmp_path: Path) -> list[str]:
     """`rlhpc check` of a shipped run, on a model directory with its real config.json and a small dataset."""
-    model = make_model_directory(tmp_path / "model", CONFIGS[(LARGE_RUNS | RECIPES)[name]])
+    model = make_model_directory(tmp_path / "model", CONFIGS[PLANNED_RUNS[name]])
     (tmp_path / "train.jsonl").write_text('{"question": "add", "answer": "2"}\n')
     run_file = ROOT / "configs" / f"{name}.toml"
     paths = [f"model.path={str(model)!r}", f"data.path={str(tmp_path / 'train.jsonl')!r}"]
@@ -502,15 +507,15 @@ def check_words(name: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize("name", LARGE_RUNS | RECIPES)
+@pytest.mark.parametrize("name", PLANNED_RUNS)
 def test_a_run_for_h100s_passes_check(name, tmp_path, capsys):
     assert main(check_words(name, tmp_path)) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     (line,) = re.findall(r"^fits .*$", printed, re.MULTILINE)
     spare = float(re.findall(r": ([\d.]+) GiB to spare", line)[0])
     assert spare > 0.1 * GPU_MEMORY_GIB["h100"], "a plan that is this tight does not survive its own errors"
-    assert "trainer     megatron, " in printed
-    if name in RECIPES:
+    assert f"trainer     {'deepspeed' if name in LORA_RUNS else 'megatron'}, " in printed
+    if name not in LARGE_RUNS:
         fullest = max(map(float, re.findall(r"^  fullest moment (.*)$", printed, re.MULTILINE)[0].split()))
         (engine,) = re.findall(r"^  all, at least +(.*)$", printed, re.MULTILINE)
         said = part_of(ROOT / "configs" / f"{name}.toml", "Memory")
@@ -542,7 +547,9 @@ def test_a_large_run_is_refused_on_small_gpus(name, tmp_path, capsys):
 
 def test_every_run_for_h100s_is_checked():
     files = [ROOT / "configs" / "gsm8k.toml", *(ROOT / "configs").glob("*/*.toml")]
-    assert {str(path.relative_to(ROOT / "configs").with_suffix("")) for path in files} == set(LARGE_RUNS | RECIPES)
+    assert {str(path.relative_to(ROOT / "configs").with_suffix("")) for path in files} == set(
+        LARGE_RUNS | RECIPES | LORA_RUNS
+    )
     for path in files:
         assert load_config(path).run.name == path.stem
 

@@ -192,8 +192,8 @@ def test_experts_and_their_router_have_no_adapter(tmp_path):
             layers_of(model, [target])
 
 
-def test_adapters_begin_as_pefts_gaussian_and_the_same_in_every_process(adapted):
-    """A ~ N(0, 1 / rank²), B = 0: the policy begins as the base, in log-probabilities too."""
+def test_adapters_begin_as_the_base_and_the_same_in_every_process(adapted):
+    """A has the variance of PEFT's default, B = 0: the policy begins as the base, in log-probabilities too."""
     lora = {"rank": 16, "targets": ["attention", "mlp"]}
     seen = []
     for _ in range(2):
@@ -202,9 +202,12 @@ def test_adapters_begin_as_pefts_gaussian_and_the_same_in_every_process(adapted)
         seen.append({name: tensor.clone() for name, tensor in backend.weights()})
         backend.close()
     assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
-    drawn = torch.cat([tensor.flatten() for name, tensor in seen[0].items() if "lora_A" in name])
-    assert drawn.std().item() == pytest.approx(1 / 16, rel=0.03)
-    assert drawn.mean().abs().item() < 0.003
+    of_as = [tensor for name, tensor in seen[0].items() if "lora_A" in name]
+    drawn = torch.cat([(tensor * tensor.shape[1] ** 0.5).flatten() for tensor in of_as])
+    theirs = torch.cat([torch.nn.init.kaiming_uniform_(torch.empty(64, each.shape[1]), a=5**0.5) for each in of_as[:1]])
+    assert drawn.std().item() == pytest.approx(3**-0.5, rel=0.03)
+    assert theirs.std().item() * of_as[0].shape[1] ** 0.5 == pytest.approx(3**-0.5, rel=0.05)
+    assert drawn.mean().abs().item() < 0.03
     assert not any(tensor.any() for name, tensor in seen[0].items() if "lora_B" in name)
 
 

@@ -27,7 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from rlhpc.models.shape import ModelShape
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
-from rlhpc.training.hf_model import load_causal_lm, on_disk, views_on_disk
+from rlhpc.training.hf_model import cast_parameters, load_causal_lm, on_disk, views_on_disk
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import SegmentPlan
 from tests.tiny_models import FAMILIES, NUM_EXPERTS, make_tiny_checkpoint
@@ -57,6 +57,19 @@ def test_weights_are_float32_whatever_the_checkpoint_is(tmp_path):
     make_tiny_checkpoint(tmp_path, hidden=32, dtype=torch.bfloat16)
     model = load_causal_lm(tmp_path, device=CPU)
     assert {spec.dtype for spec in model.tensor_specs()} == {"float32"}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_model_that_is_loaded_narrow_is_the_one_that_is_loaded_wide_and_cast(tmp_path, family):
+    make_tiny_checkpoint(tmp_path, family=family, hidden=32)
+    narrow, wide = (load_causal_lm(tmp_path, device=CPU, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    cast_parameters(wide, torch.bfloat16)
+    for parts in ("named_parameters", "named_buffers"):
+        found, expected = (dict(getattr(model.module, parts)()) for model in (narrow, wide))
+        assert found.keys() == expected.keys()
+        assert all(found[name].dtype == expected[name].dtype for name in found)
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in narrow.module.modules())
 
 
 def test_another_architecture_that_honours_the_interface_is_welcome(tmp_path):
@@ -102,7 +115,8 @@ def test_layers_that_draw_random_numbers_in_training_are_refused(tmp_path, monke
         load_causal_lm(tmp_path, device=CPU)
 
 
-def test_logits_that_are_not_a_plain_product_are_refused(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_not_a_plain_product_are_refused(tmp_path, dtype):
     config = GraniteConfig(
         vocab_size=61,
         hidden_size=32,
@@ -114,7 +128,7 @@ def test_logits_that_are_not_a_plain_product_are_refused(tmp_path):
         initializer_range=0.3,
     )
     with pytest.raises(ConfigError, match=r"model\.path=.*Granite.*transforms its logits"):
-        load_causal_lm(save_other(tmp_path, config), device=CPU)
+        load_causal_lm(save_other(tmp_path, config), device=CPU, dtype=dtype)
 
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

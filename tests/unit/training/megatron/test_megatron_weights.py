@@ -506,7 +506,7 @@ def expected_by_engines(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_every_run_file_is_looked_at() -> None:
-    files = (ROOT / "configs").glob("*/*.toml")
+    files = (path for path in (ROOT / "configs").glob("*/*.toml") if path.parent.name != "lora")
     assert {str(path.relative_to(ROOT / "configs").with_suffix("")) for path in files} == set(RUNS) - {"gsm8k"}
 
 
