@@ -269,6 +269,13 @@ def test_a_base_in_four_bits_is_counted_as_it_is_packed():
     assert sum(each.nbytes for each in held) == pytest.approx(NF4_BYTES * weight.numel(), rel=1e-3)
 
 
+def test_the_page_on_adapters_says_what_is_planned():
+    config = config_of("reference", recompute_activations="full")
+    plans = [plan_memory(with_values(config, {"lora.rank": rank}), shape_of(CONFIGS["Qwen2.5-7B"])) for rank in (0, 32)]
+    figures = " | ".join(f"{fullest(plan).peak / GIB:.0f} GiB" for plan in plans)
+    assert f"as `rlhpc check` plans it | {figures} |" in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("keys", [{}, {"zero_stage": 3, "num_ranks": 4}, {"zero_stage": 2, "optimizer_offload": True}])
 def test_a_critic_is_a_second_model_with_its_own_optimiser_and_no_second_row(keys):
     config, shape = config_of("deepspeed", **keys), shape_of(CONFIGS["Qwen2.5-0.5B"])
