@@ -29,7 +29,7 @@ from math import prod
 
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import TrainerConfig
-from rlhpc.models.adapter import OUTPUT, adapter_specs, chosen_layers, is_quantised, matrices_of
+from rlhpc.models.adapter import OUTPUT, adapter_specs, chosen_layers, is_quantised, matrices_of, sends_adapters
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ModelShape, ParallelLayout, RankParameters, layers_of_stage
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.weights.buckets import plan_buckets
@@ -317,11 +317,6 @@ def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
         sizes, ends = [4 * prod(spec.shape) for spec in specs], plan_buckets(specs, config.weights.bucket_bytes)
         return tuple(sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
     return _bucket_sizes(shape, config.model.dtype, config.weights.bucket_bytes)
-
-
-def sends_adapters(config: Config) -> bool:
-    """Whether a version is A and B alone."""
-    return config.lora.rank > 0 and config.weights.form == "adapter"
 
 
 def num_adapter_parameters(config: Config, shape: ModelShape) -> int:

@@ -31,6 +31,7 @@ from rlhpc.models.adapter import (
     matrices_of,
     refuse_merged_tied_head,
     refuse_other_adapter,
+    refuse_unserved_adapters,
 )
 from rlhpc.models.shape import ModelShape, ParallelLayout, refuse_unsupported
 from rlhpc.protocol.errors import ConfigError, SandboxError
@@ -212,7 +213,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     refuse_untrainable(model, config.model.path / "config.json")
     _refuse_unfit_engine(config, model, shape)
     if shape is not None and config.lora.rank:
-        _refuse_unfit_adapters(config, shape)
+        _refuse_unfit_adapters(config, model, shape)
     if roles_run_here:
         require_parts(config)
     for key, path in config.algorithm.own_formulas:  # tried where they are used, when the run starts
@@ -375,10 +376,12 @@ def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelS
         refuse_small_cache(config, shape)
 
 
-def _refuse_unfit_adapters(config: Config, shape: ModelShape) -> None:
-    """Raise ConfigError for lora.targets that the model has not, and an adapter that is not of these settings."""
+def _refuse_unfit_adapters(config: Config, model: Mapping[str, Any], shape: ModelShape) -> None:
+    """Raise ConfigError for lora.targets that the model or vLLM has not, and an adapter not of these settings."""
     layers = chosen_layers(config.lora, matrices_of(shape.tensors))
     refuse_merged_tied_head(config, layers, is_tied=shape.is_tied)
+    where = config.trainer.device  # engines are on GPUs where trainers are
+    refuse_unserved_adapters(config, layers, model, device="" if where == "auto" else where)
     if config.lora.initial is not None:
         refuse_other_adapter(config.lora, layers)
 

@@ -34,7 +34,7 @@ from rlhpc.generation.vllm_requests import (
 from rlhpc.generation.vllm_start import device_here, engine_profile, start_vllm, stop_vllm, window_of
 from rlhpc.generation.weight_updates import PauseSwitch, WeightUpdates
 from rlhpc.metrics.meters import BusyClock
-from rlhpc.models.adapter import base_digest, chosen_layers, matrices_of
+from rlhpc.models.adapter import base_digest, chosen_layers, matrices_of, refuse_unserved_adapters, sends_adapters
 from rlhpc.models.weights import object_in, read_header, refuse_other_weights, weight_files
 from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
 from rlhpc.protocol.errors import ConfigError, EngineError
@@ -398,11 +398,13 @@ def _refuse_weights_it_would_make_up(config: Config) -> None:
 
 def _adapted_modules(config: Config) -> tuple[list[str], str]:
     """Modules whose adapters versions are, and the digest of the weights that these are beside; none: whole weights."""
-    if not config.lora.rank or config.weights.form == "merged":
+    if not sends_adapters(config):
         return [], ""
     path = config.model.path
     try:
         shapes = {name: each.shape for file in weight_files(path) for name, each in read_header(file).items()}
-        return list(chosen_layers(config.lora, matrices_of(shapes))), base_digest(path)
+        layers = chosen_layers(config.lora, matrices_of(shapes))
+        refuse_unserved_adapters(config, layers, object_in(path / "config.json"), device=device_here())
+        return list(layers), base_digest(path)
     except (ConfigError, OSError) as error:
         raise EngineError(f"vLLM is not started: {error}") from error

@@ -24,6 +24,7 @@ from rlhpc.base.processes import end_with_parent
 from rlhpc.config.rules import Config
 from rlhpc.generation.vllm_core import CoreProcesses, CoreThread, RunningCore
 from rlhpc.metrics.meters import SampleWindow
+from rlhpc.models.adapter import ENGINE_RANKS
 from rlhpc.protocol.errors import EngineError
 
 # ------------------------------------------------------------------------------------------------------- engine profile
@@ -44,7 +45,6 @@ CPU_BLOCK_TOKENS = 32
 # vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and uses it for nothing else when the
 # cache's size is given: a trainer on the same GPU may start before, after, or meanwhile.
 NEXT_TO_NOTHING = 0.01
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; adapters of a rank between are padded
 
 COMMON_ENVIRONMENT = {
     # A process that has queried CUDA cannot use it in a forked child.  vLLM forks unless CUDA is initialised; asking
@@ -163,12 +163,7 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
 
 def _adapter_args(config: Config, names: list[str]) -> dict[str, Any]:
     """names: last parts of the names of adapted modules; no other layer pays for adapters."""
-    rank = min((each for each in LORA_RANKS if each >= config.lora.rank), default=None)
-    if rank is None:
-        raise EngineError(
-            f"lora.rank={config.lora.rank}: vLLM holds adapters up to rank {LORA_RANKS[-1]}; legal: up to that, or "
-            "weights.form='merged'"
-        )
+    rank = min(each for each in ENGINE_RANKS if each >= config.lora.rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": names}
 
 

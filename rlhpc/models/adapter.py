@@ -17,7 +17,7 @@ from typing import Any
 from rlhpc.base.near_names import near_hint
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import LoraConfig
-from rlhpc.models.shape import EMBEDDING, HEAD
+from rlhpc.models.shape import EMBEDDING, HEAD, num_experts
 from rlhpc.models.weights import NotSafetensors, StoredTensor, object_in, read_header, weight_files
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
@@ -94,6 +94,41 @@ def refuse_merged_tied_head(config: Config, layers: Collection[str], *, is_tied:
             f"weights.form='merged' with lora.targets={list(config.lora.targets)}: the head of this model is its "
             "embedding, which has no adapter; legal: weights.form='adapter', or other lora.targets"
         )
+
+
+ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; adapters of a rank between are padded
+_MOST_TOKENS = 258048  # of a vocabulary whose head vLLM gives an adapter
+
+
+def sends_adapters(config: Config) -> bool:
+    """Whether versions are adapters, and not whole weights."""
+    return config.lora.rank > 0 and config.weights.form == "adapter"
+
+
+def refuse_unserved_adapters(
+    config: Config, layers: Collection[str], model: Mapping[str, Any], *, device: str = ""
+) -> None:
+    """Raises ConfigError, with the way out, if versions are adapters that vLLM does not hold (0.26 to 0.32, as read).
+
+    model: its config.json.  device: "cpu" or "cuda", of the engine; "": not known.
+    """
+    if not sends_adapters(config) or config.generation.engine != "vllm":
+        return
+    vocabulary, dtype, targets = model.get("vocab_size", 0), config.model.dtype, list(config.lora.targets)
+    if config.lora.rank > ENGINE_RANKS[-1]:
+        why = f"lora.rank={config.lora.rank}: vLLM holds adapters up to rank {ENGINE_RANKS[-1]}; legal: up to that"
+    elif HEAD_MODULE in layers and vocabulary > _MOST_TOKENS:
+        why = (
+            f"lora.targets={targets}: vLLM gives the head of a model no adapter that has more than {_MOST_TOKENS} "
+            f"tokens, and this one has {vocabulary}; legal: other lora.targets"
+        )
+    elif device == "cpu" and num_experts(model):
+        why = "weights.form='adapter': with adapters vLLM has no kernel for a mixture of experts on a CPU; legal: a GPU"
+    elif device == "cuda" and dtype == "float32":
+        why = f"model.dtype={dtype!r}: on a GPU vLLM holds adapters of 16 bits only; legal: 'bfloat16'"
+    else:
+        return
+    raise ConfigError(f"{why}, or weights.form='merged'")
 
 
 def adapter_specs(layers: Matrices, rank: int) -> tuple[TensorSpec, ...]:

@@ -116,6 +116,7 @@ class Subject(ABC):
 
     engine: GenerationEngine
     loads_arriving = False  # new weights are loaded while they arrive, and nothing is sampled meanwhile
+    num_workers = 1  # of the engine
     bucket_bytes = 1 << 20
     small_bucket_bytes = 1 << 16  # of which a version has several, and layers that straddle
 
@@ -140,7 +141,7 @@ class Subject(ABC):
 
     async def join(self) -> None:
         self.epoch += 1
-        group = self.publisher.open(WeightGroup(self.epoch, self.transport, "", ("generator-0",), (1,)))
+        group = self.publisher.open(WeightGroup(self.epoch, self.transport, "", ("generator-0",), (self.num_workers,)))
         await asyncio.gather(self.engine.join_weights(group, "generator-0"), asyncio.to_thread(self.publisher.form))
 
     def manifest(self, version: int) -> WeightManifest:

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
+from vllm.config.lora import MaxLoRARanks
 
 from rlhpc.config.rules import Config, with_values
 from rlhpc.generation import vllm_engine
 from rlhpc.generation.factory import engine_seed
 from rlhpc.generation.vllm_engine import EngineSilent, answered, comes
 from rlhpc.generation.vllm_start import CPU_KV_CACHE_BYTES, SEVERAL_WORKERS, WORKER_EXTENSION, card_args, engine_profile
+from rlhpc.models.adapter import ENGINE_RANKS
 from rlhpc.protocol.errors import EngineError
 from tests import build
 
@@ -40,6 +43,18 @@ def test_on_cpu_one_worker_runs_inside_the_engine_process_and_that_inside_the_ge
     assert profile.environment["OMP_NUM_THREADS"] == "1"
     assert profile.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "gpu_memory_utilization" not in profile.engine_args
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (320, 320), (512, 512)])
+def test_an_engine_of_adapters_has_room_for_their_rank_in_the_layers_that_have_one(rank: int, room: int) -> None:
+    config, layers = with_values(config_with(), {"lora.rank": rank}), [f"model.layers.{n}.mlp.up_proj" for n in "01"]
+    assert set(ENGINE_RANKS) <= set(get_args(MaxLoRARanks))
+    for device in ("cpu", "cuda"):
+        arguments = engine_profile(config, seed=7, device=device, adapted=[*layers, "lm_head"]).engine_args
+        assert arguments["enable_lora"] is True
+        assert (arguments["max_lora_rank"], arguments["max_loras"]) == (room, 1)
+        assert arguments["lora_target_modules"] == ["lm_head", "up_proj"]
+        assert not any("lora" in key for key in engine_profile(config, seed=7, device=device).engine_args)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

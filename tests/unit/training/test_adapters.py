@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rlhpc.config.rules import with_values
 from rlhpc.config.tables_algorithm import LoraConfig
-from rlhpc.models.adapter import base_digest, chosen_layers, matrices_of
+from rlhpc.models.adapter import base_digest, chosen_layers, matrices_of, refuse_unserved_adapters
 from rlhpc.models.shape import ModelShape
 from rlhpc.protocol.contracts import StepResult, TrainerBackend
 from rlhpc.protocol.errors import CheckpointError, ConfigError
@@ -332,3 +333,40 @@ def test_the_digest_of_a_base_is_that_of_its_numbers_whatever_files_they_are_in(
     tensors[name].view(-1)[-1] += 1
     save_file({each: tensors[each] for each in tensors if files[each] == files[name]}, tmp_path / files[name])
     assert base_digest(tmp_path) != base_digest(adapted[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "model", "complaint"),
+    [
+        ("cpu", "bfloat16", {}, ""),
+        ("cuda", "bfloat16", {"num_experts": 8}, ""),
+        ("", "float32", {"num_experts": 8}, ""),
+        ("cpu", "bfloat16", {"num_experts": 8}, "no kernel for a mixture of experts on a CPU; legal: a GPU, or"),
+        (
+            "cuda",
+            "float32",
+            {},
+            "model.dtype='float32': on a GPU vLLM holds adapters of 16 bits only; legal: 'bfloat16'",
+        ),
+        (
+            "cpu",
+            "float32",
+            {"vocab_size": 262144},
+            "no adapter that has more than 258048 tokens, and this one has 262144",
+        ),
+    ],
+)
+def test_adapters_that_vllm_does_not_hold_are_refused_unless_they_are_merged(
+    tmp_path: Path, device: str, dtype: str, model: dict[str, Any], complaint: str
+) -> None:
+    config = tiny_config(tmp_path, dtype=dtype, lora=LORA)
+    merged, scripted = (
+        with_values(config, each) for each in ({"weights.form": "merged"}, {"generation.engine": "scripted"})
+    )
+    for other in (merged, scripted):
+        refuse_unserved_adapters(other, ["lm_head"], model, device=device)
+    if not complaint:
+        refuse_unserved_adapters(config, ["lm_head"], model, device=device)
+        return
+    with pytest.raises(ConfigError, match=f"{re.escape(complaint)}.* weights.form='merged'"):
+        refuse_unserved_adapters(config, ["lm_head"], model, device=device)

@@ -1,0 +1,278 @@
+"""vLLM with a LoRA adapter samples as the model that it is merged into, and keeps nothing of versions but the last."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from rlhpc.generation.adapter_slot import AdapterSlot
+from rlhpc.generation.vllm_engine import VllmEngine
+from rlhpc.models.adapter import A, B
+from rlhpc.protocol.errors import EngineError, GroupFailed, TornWeights
+from rlhpc.protocol.types import AdapterForm, TensorSpec, WeightManifest
+from rlhpc.weights.buckets import make_manifest
+from tests.contracts.engine_subjects import AdapterSubject, VllmSubject, request_of, tiny_config
+from tests.tiny_models import make_tiny_checkpoint
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+TOLERANCE = 1e-4
+ROW = np.arange(4, 40, dtype=np.int32)
+LONG = pytest.mark.long
+EVERY_LAYER = ("attention", "mlp", "output")
+ARRANGEMENTS = [  # family, tied, rank, targets
+    pytest.param("qwen2", False, 64, EVERY_LAYER, marks=LONG),
+    pytest.param("qwen3", True, 1, EVERY_LAYER),
+    pytest.param("qwen3", False, 8, ("q_proj", "v_proj", "down_proj"), marks=LONG),
+    pytest.param("llama", False, 64, EVERY_LAYER),
+    pytest.param("llama", True, 8, ("k_proj", "up_proj", "output"), marks=LONG),
+]
+Q, K = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
+
+
+class PaddedSubject(AdapterSubject):
+    """Of a rank for which vLLM has no room of its own; version 1,000 changes nothing, and 1,001 makes it worse."""
+
+    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        tensors = super().weights(version % 1000)
+        if version == 1000:
+            return [(name, torch.zeros_like(each) if name.endswith(B) else each) for name, each in tensors]
+        return tensors
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PaddedSubject]:
+    lora = {"rank": 3, "alpha": 6.0, "targets": EVERY_LAYER}
+    made = await PaddedSubject.start(tmp_path_factory.mktemp("engine"), family="qwen2", tied=True, lora=lora)
+    await made.join()
+    yield made
+    await made.engine.close()
+    made.publisher.dissolve()
+
+
+def slot_of(subject: VllmSubject) -> AdapterSlot:
+    """Of the engine, which runs on a thread of this process."""
+    worker: Any = subject.engine._llm._core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
+    found = worker._rlhpc_slot
+    assert isinstance(found, AdapterSlot)
+    return found
+
+
+def parameters_of(subject: VllmSubject) -> list[torch.Tensor]:
+    """Copies of what the engine's model has besides the slot."""
+    worker: Any = subject.engine._llm._core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
+    return [parameter.detach().clone() for parameter in worker.model_runner.get_model().parameters()]
+
+
+async def scored(subject: VllmSubject) -> Any:
+    return (await subject.engine.score(ROW)).logprobs
+
+
+async def assert_samples_as_merged(subject: AdapterSubject, version: int) -> None:
+    requests = [request_of(index, max_tokens=40) for index in range(8)]
+    rollouts = await asyncio.gather(*map(subject.engine.generate, requests))
+    for rollout in rollouts:
+        expected = subject.expected_logprobs(version, rollout)
+        np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=TOLERANCE)
+    np.testing.assert_allclose((await scored(subject))[1:], subject.expected_score(version, ROW), atol=TOLERANCE)
+
+
+async def test_before_the_first_version_the_engine_is_the_base(subject: PaddedSubject) -> None:
+    """First: it has received none."""
+    assert subject.engine.policy_version == -1
+    assert not any(bool(tensor.any()) for tensor in slot_of(subject).tensors())
+    await assert_samples_as_merged(subject, -1)
+
+
+async def test_the_base_is_the_same_to_the_bit_after_two_hundred_versions(subject: PaddedSubject) -> None:
+    before, parameters = await scored(subject), parameters_of(subject)
+    for version in range(200):
+        await subject.update(version)
+    assert not np.array_equal(await scored(subject), before)
+    await subject.update(1000)
+    assert np.array_equal(await scored(subject), before)
+    for held, then in zip(parameters_of(subject), parameters, strict=True):
+        assert torch.equal(held, then)
+
+
+async def test_nothing_of_the_version_before_is_left(subject: PaddedSubject) -> None:
+    """Not even where a version has nothing: the rank is 3, and the slot has room for 8."""
+    await subject.update(1)
+    first, held = await scored(subject), [tensor.clone() for tensor in slot_of(subject).tensors()]
+    for tensor in slot_of(subject).tensors():
+        tensor.fill_(7.0)
+    await subject.update(1)
+    assert np.array_equal(await scored(subject), first)
+    assert all(map(torch.equal, slot_of(subject).tensors(), held))
+    await assert_samples_as_merged(subject, 1)
+
+
+async def test_the_checksum_is_of_the_slot_too(subject: PaddedSubject) -> None:
+    held = (await subject.update(2)).held
+    assert (await subject.update(2)).held == held
+    next(iter(slot_of(subject).tensors())).view(torch.int32).view(-1)[5] ^= 1
+    (part,) = await subject.engine._llm.collective_rpc("rlhpc_held_checksum")  # type: ignore[attr-defined]
+    assert held is not None
+    assert part[0] != held.value
+
+
+def changed(**form: Any) -> Callable[[WeightManifest], WeightManifest]:
+    """A manifest whose adapters are said to be others."""
+
+    def change(manifest: WeightManifest) -> WeightManifest:
+        assert manifest.adapter is not None
+        return replace(manifest, adapter=replace(manifest.adapter, **form))
+
+    return change
+
+
+def with_tensors(change: Callable[[list[TensorSpec]], list[TensorSpec]]) -> Callable[[WeightManifest], WeightManifest]:
+    """A manifest with other tensors."""
+
+    def of(manifest: WeightManifest) -> WeightManifest:
+        tensors = change(list(manifest.tensors))
+        return make_manifest(manifest.policy_version, manifest.epoch, tensors, 1 << 20, manifest.adapter)
+
+    return of
+
+
+def renamed(old: str, new: str) -> Callable[[WeightManifest], WeightManifest]:
+    return with_tensors(lambda specs: [replace(each, name=each.name.replace(old, new)) for each in specs])
+
+
+def without(*names: str) -> Callable[[WeightManifest], WeightManifest]:
+    return with_tensors(lambda specs: [each for each in specs if each.name not in names])
+
+
+def widened(name: str) -> Callable[[WeightManifest], WeightManifest]:
+    return with_tensors(
+        lambda specs: [
+            replace(each, shape=(each.shape[0], each.shape[1] + 1)) if each.name == name else each for each in specs
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (changed(base="0123456789abcdef"), "is for the base 0123456789abcdef, and this engine holds"),
+        (changed(rank=4), "is of rank 4, and this engine holds adapters of rank 3"),
+        (without(Q + A, Q + B), f"has no adapter of {Q}"),
+        (without(Q + B), f"has no B of {Q}"),
+        (without(Q + A), f"has no A of {Q}"),
+        (renamed(Q, "model.layers.1.self_attn.other"), "a module that is none here: model.layers.1.self_attn.other"),
+        (renamed(Q + A, Q + ".lora_C.weight"), f"{Q}.lora_C.weight is no A or B"),
+        (widened(Q + A), f"A and B of {Q} are .* room for its share"),
+        (widened(K + B), f"A and B of {K} are .* room for its share"),
+        (lambda manifest: replace(manifest, adapter=None), "of whole weights, and this engine holds adapters"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(
+    subject: PaddedSubject,
+    change: Callable[[WeightManifest], WeightManifest],
+    complaint: str,
+) -> None:
+    await subject.update(3)
+    before, manifest = await scored(subject), change(subject.manifest(4))
+    slot = [tensor.clone() for tensor in slot_of(subject).tensors()]
+    tensors = [(spec.name, torch.ones(spec.shape)) for spec in manifest.tensors]
+    publishing = asyncio.create_task(asyncio.to_thread(subject.publisher.publish, manifest, iter(tensors)))
+    outcomes = await asyncio.gather(subject.engine.receive_weights(manifest), publishing, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [TornWeights, GroupFailed]
+    assert re.search(complaint, str(outcomes[0])), outcomes[0]
+    assert "cannot take it" in str(outcomes[1])
+    assert subject.engine.policy_version == 3
+    assert np.array_equal(await scored(subject), before)
+    assert all(map(torch.equal, slot_of(subject).tensors(), slot))
+    await subject.join()
+    await subject.update(4)
+    assert not np.array_equal(await scored(subject), before)
+
+
+async def test_a_base_that_is_not_known_is_taken(subject: PaddedSubject, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = replace(subject.form(), base="")
+    monkeypatch.setattr(subject, "form", lambda: form)
+    await subject.update(5)
+    await assert_samples_as_merged(subject, 5)
+
+
+@pytest.mark.parametrize(("family", "tied", "rank", "targets"), ARRANGEMENTS)
+async def test_log_probabilities_are_those_of_a_merge_in_float64(
+    tmp_path: Path, family: str, tied: bool, rank: int, targets: tuple[str, ...]
+) -> None:
+    lora = {"rank": rank, "alpha": 2.0 * rank**0.5, "targets": targets}
+    made = await AdapterSubject.start(tmp_path, family=family, tied=tied, lora=lora)
+    try:
+        await made.join()
+        for version in (1, 2):
+            await made.update(version)
+            await assert_samples_as_merged(made, version)
+    finally:
+        await made.engine.close()
+        made.publisher.dissolve()
+
+
+async def test_in_bfloat16_the_scale_is_multiplied_before_b_is_rounded(tmp_path: Path) -> None:
+    lora = {"rank": 8, "alpha": 5.0, "targets": ["o_proj"]}
+    made = await AdapterSubject.start(tmp_path, family="qwen2", tied=True, dtype="bfloat16", lora=lora)
+    try:
+        await made.join()
+        await made.update(1)
+        given = dict(made.weights(1))
+        for held in slot_of(made).tensors():
+            assert held.dtype == torch.bfloat16
+        for layer in range(2):
+            name = f"model.layers.{layer}.self_attn.o_proj"
+            a, b = list(slot_of(made).tensors())[2 * layer : 2 * layer + 2]
+            assert torch.equal(a[0], given[name + A].bfloat16())
+            assert torch.equal(b[0], (given[name + B] * (5.0 / 8)).bfloat16())
+    finally:
+        await made.engine.close()
+        made.publisher.dissolve()
+
+
+@pytest.mark.long
+async def test_two_ranks_of_an_engine_have_their_shares(tmp_path: Path) -> None:
+    made = await SharedOut.start(tmp_path, family="qwen3", tied=False, lora=AdapterSubject.LORA, tensor_parallel=2)
+    try:
+        await made.join()
+        for version in (1, 2):
+            await made.update(version)
+            await assert_samples_as_merged(made, version)
+    finally:
+        await made.engine.close()
+        made.publisher.dissolve()
+
+
+class SharedOut(AdapterSubject):
+    num_workers = 2
+
+
+async def test_an_engine_of_whole_weights_takes_no_adapters(tmp_path: Path) -> None:
+    made = await VllmSubject.start(tmp_path, family="qwen2", tied=True)
+    try:
+        await made.join()
+        manifest = replace(made.manifest(1), adapter=AdapterForm(8, 1.0, ""))
+        publishing = asyncio.create_task(asyncio.to_thread(made.publisher.publish, manifest, iter(made.weights(1))))
+        with pytest.raises(TornWeights, match="is an adapter, and this engine holds whole weights"):
+            await made.engine.receive_weights(manifest)
+        with pytest.raises(GroupFailed):
+            await publishing
+    finally:
+        await made.engine.close()
+        made.publisher.dissolve()
+
+
+async def test_a_mixture_on_a_cpu_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    model = make_tiny_checkpoint(tmp_path, family="qwen3_moe")
+    config = tiny_config(model, lora={"rank": 8, "targets": ["attention"]})
+    with pytest.raises(EngineError, match="no kernel for a mixture of experts on a CPU; legal: a GPU, or"):
+        await VllmEngine.start(config, seed=0)
