@@ -56,8 +56,7 @@ from rlhpc.weights.buckets import plan_buckets
 #     … with Megatron       b·(A + 2·K)·D / t               q, k and v as the fused projection gives them
 #     SwiGLU                m·b·F / t                       gate, up, silu(gate), product, m = 4; Megatron: 3, no silu
 # Of a mixture the SwiGLU term is b·(m·F_expert + H) for each token that is routed here, m = 6, with Megatron 4, plus
-#   12·E
-# for the router.
+# 12·E for the router.
 # Recompute "selective" keeps 2·b·(A + K)·D / t of attention in either case: little is gained unless rows are shared.
 # "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being computed anew.
 # Matrices of experts lie side by side while a product of Megatron's (bfloat16) takes them: 2·b·H·F_expert·E of a rank.

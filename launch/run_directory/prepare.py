@@ -418,7 +418,7 @@ def note_attempt(layout: RunLayout, attempt: AttemptStart, **more: Any) -> Attem
 
 def _touch_what_stays(layout: RunLayout, plan: Path) -> None:
     """Renew the times of files that are written once: a site's purge deletes what has not changed for some weeks."""
-    once = (layout.config, layout.inputs, layout.site, plan, layout.strikes, layout.guard)
+    once = (layout.config, layout.inputs, layout.site, plan, layout.lost_leases, layout.guard)
     for path in (*once, *layout.scripts.glob("*"), *layout.jobs.glob("*.json")):
         with suppress(OSError):  # not there, or made by another user
             os.utime(path)
@@ -575,11 +575,11 @@ def _go_back(
 
 def _tell_of_quarantine(layout: RunLayout, max_attempts: int, tell: Tell, *, is_lifted: bool) -> None:
     """Report the prompts that are no longer sampled, and why; is_lifted: forget what is held against any prompt."""
-    file = LostLeaseFile(layout.strikes)
+    file = LostLeaseFile(layout.lost_leases)
     try:
         book = LostLeases(file.read())
     except OSError as error:
-        raise RunDirectoryError(f"{layout.strikes}: cannot be read: {error.strerror or error}") from error
+        raise RunDirectoryError(f"{layout.lost_leases}: cannot be read: {error.strerror or error}") from error
     quarantined = [each for each in book.all if each.is_quarantined(max_attempts)]
     num, last = counted(len(quarantined), "prompt"), f" ({shortened(quarantined[-1].text)})" if quarantined else ""
     if not is_lifted:
@@ -589,7 +589,7 @@ def _tell_of_quarantine(layout: RunLayout, max_attempts: int, tell: Tell, *, is_
     book.lift()
     file.append(book)
     if book.unwritten:
-        raise RunDirectoryError(f"{layout.strikes}: cannot be written, so --lift-quarantine would have no effect")
+        raise RunDirectoryError(f"{layout.lost_leases}: cannot be written, so --lift-quarantine would have no effect")
     tell(f"the quarantine of {num} is lifted{last}" if quarantined else "no prompt is quarantined")
 
 

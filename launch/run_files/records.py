@@ -1,6 +1,7 @@
-"""Exit records of the processes of an attempt: one small file per process, written by its wrapper.
+"""Records of a run's jobs, and of how the processes of an attempt ended: one small file each.
 
-srun returns one status for all tasks, and 0 for tasks that never started; these files give the status of each process.
+Job records are written by whoever submits.  Exit records are written by the wrapper of a process: srun returns one
+status for all tasks, and 0 for tasks that never started.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def _saved_group(state: dict[str, Any]) -> SavedGroup:
         int(state["prompt"]["prompt_id"]),
         int(state["admitted_version"]),
         tuple(int(index) for index in state["delivered"]),
-        len(state["strikes"]),
+        len(state["lost_leases"]),
     )
 
 

@@ -25,7 +25,7 @@ from rlhpc.buffer.lost_leases import LostLeaseFile
 #
 # Prompts that generators or reward workers died of, and groups that were dropped because nothing could judge them.
 #
-# Input: Evidence, strikes.jsonl.  Nothing here is a violation; what was dropped for one of these reasons was not
+# Input: Evidence, lost_leases.jsonl.  Nothing here is a violation; what was dropped for one of these reasons was not
 # trained.
 
 
@@ -49,10 +49,10 @@ def poison(evidence: Evidence) -> Check:
             share = f"{len(dropped):,} of {counted(len(rows), 'group')} that are over"
             groups, prompts = listed(dropped["group"].tolist()), listed(dropped["prompt"].tolist())
             check.remarks.append(f"{words}: {share}: {groups} (prompts {prompts})")
-    suspicions = LostLeaseFile(evidence.layout.strikes).suspicions()
+    suspicions = LostLeaseFile(evidence.layout.lost_leases).suspicions()
     max_attempts = evidence.config.admission.max_attempts
     quarantined = [each for each in suspicions if each.is_quarantined(max_attempts)]
-    suspects = [each for each in suspicions if each.strikes > 1 and each not in quarantined]
+    suspects = [each for each in suspicions if each.lost_leases > 1 and each not in quarantined]
     for found, words in (
         (quarantined, "quarantined, sampled again only after a resume with --lift-quarantine"),
         (suspects, "under suspicion, granted with few others or alone"),

@@ -345,11 +345,11 @@ class RunView:
     @cached_property
     def suspicions(self) -> list[Suspicion]:
         """Prompts that something died of.  Raises OSError."""
-        if not self.layout.strikes.exists():
+        if not self.layout.lost_leases.exists():
             return []
         from rlhpc.buffer.lost_leases import LostLeaseFile
 
-        return LostLeaseFile(self.layout.strikes).suspicions()
+        return LostLeaseFile(self.layout.lost_leases).suspicions()
 
     @property
     def checkpoints(self) -> list[tuple[int, Path]]:

@@ -107,8 +107,7 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 #     MAX_PEELED at most and one for a large batch, O(N log K) each; the shortest duration stands, plain (2) included,
 #     so that peeling never loses.
 # (4) Order, O(K · (log K + num_ranks)): sort rows and cut into micro-steps, costliest first so that memory peaks at
-#   once;
-#     within one, the costliest row goes to the rank with the least cost so far.
+#     once; within one, the costliest row goes to the rank with the least cost so far.
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]

@@ -114,8 +114,7 @@ def optimiser_steps(num_minibatches: int, num_epochs: int, seed: tuple[int, int]
 #        + length_weight · |y| / M                            |y|: tokens of the completion
 #
 # Soft overlong punishment, and completions that were cut off kept out of the loss ("overlong filtering"): DAPO, Yu et
-#   al.
-# 2025, §3.4 (arXiv:2503.14476).
+# al. 2025, §3.4 (arXiv:2503.14476).
 #
 # The journal keeps what the reward function said.  Shaping is a pure function of that: the same after a restart.
 # Input: RolloutGroup.  Output: a number per member.  Loads without torch.

@@ -132,9 +132,9 @@ class RunLayout:
         return self.root / "judge"
 
     @property
-    def strikes(self) -> Path:
+    def lost_leases(self) -> Path:
         """Prompts that lost leases because a generator died: JSON lines, appended; outlives every attempt."""
-        return self.root / "strikes.jsonl"
+        return self.root / "lost_leases.jsonl"
 
     @property
     def guard(self) -> Path:

@@ -118,7 +118,7 @@ class GroupRecord:
                 "reference": self.prompt.reference,
             },
             "delivered": [index for index, member in enumerate(self.members) if member.is_delivered],
-            "strikes": [member.lost_leases for member in self.members],
+            "lost_leases": [member.lost_leases for member in self.members],
             "num_leases": self.num_leases,
         }
 
@@ -139,7 +139,7 @@ class GroupRecord:
             admitted_at_s=now_s,
             members=[
                 MemberRecord(is_delivered=index in delivered, lost_leases=int(lost_leases))
-                for index, lost_leases in enumerate(state["strikes"])
+                for index, lost_leases in enumerate(state["lost_leases"])
             ],
             num_leases=int(state["num_leases"]),
         )

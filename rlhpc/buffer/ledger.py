@@ -218,7 +218,7 @@ class Leases:
             return
         if (suspicion := self._lost_leases.of(group.prompt)) is not None:
             is_quarantined = suspicion.is_quarantined(self.max_attempts)
-            group.remember(self.max_attempts if is_quarantined else suspicion.strikes)
+            group.remember(self.max_attempts if is_quarantined else suspicion.lost_leases)
             self._quarantine.set_company(group, suspicion.company(self.max_attempts))
         if group.attempts > 1:
             self._queue_returned(group)
@@ -263,7 +263,7 @@ class Leases:
             self._queue_returned(group)  # the delivered member may be the one that was out of attempts
         if group.is_finished:
             self._quarantine.forget(group)
-            self._lost_leases.clear_strikes(group.prompt)
+            self._lost_leases.clear_lost_leases(group.prompt)
 
     def _remove(self, group: GroupRecord) -> None:
         """Forget a dropped group: its leases end, and it is never granted again."""

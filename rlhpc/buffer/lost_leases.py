@@ -90,7 +90,7 @@ class Suspicion:
     """What a prompt may have killed."""
 
     prompt: str  # RecordName.key
-    strikes: int  # most leases lost by one of its samples to deaths of generators since it was last completed
+    lost_leases: int  # most leases lost by one of its samples to deaths of generators since it was last completed
     together: int  # groups that the generator held at the last death
     workers: int = 0  # groups in a row that a completion ended whose reward worker died
     source: str = ""  # file and line of the record, for people
@@ -101,18 +101,18 @@ class Suspicion:
 
         Alone from the last attempt but one: a prompt that lost its leases to others' faults has one attempt left then.
         """
-        if self.strikes >= max(1, max_attempts - 2):
+        if self.lost_leases >= max(1, max_attempts - 2):
             return 1
-        return ANY_COMPANY if self.strikes <= 1 else max(1, self.together // COMPANY_SHRINKS_BY)
+        return ANY_COMPANY if self.lost_leases <= 1 else max(1, self.together // COMPANY_SHRINKS_BY)
 
     def is_quarantined(self, max_attempts: int) -> bool:
         """Whether the prompt is given to no generator any more."""
-        return max(self.strikes, self.workers) >= max_attempts
+        return max(self.lost_leases, self.workers) >= max_attempts
 
     @property
     def text(self) -> str:
         """Which record, what it may have killed, and how, for people."""
-        deaths = (("generator", self.strikes, "sampling"), ("reward worker", self.workers, "judging"))
+        deaths = (("generator", self.lost_leases, "sampling"), ("reward worker", self.workers, "judging"))
         counts = [f"{number} {who}{'s' * (number > 1)} died {what} it" for who, number, what in deaths if number]
         last = f", the last: {self.why}" if self.why else ""
         return f"{RecordName(self.prompt, self.source)}: {' and '.join(counts)}{last}"
@@ -148,7 +148,8 @@ class LostLeases:
     def record_death(self, struck: Sequence[tuple[Prompt, int]], why: str = "") -> list[Suspicion]:
         """A generator has died that sampled these prompts, each with the leases it has lost so far."""
         suspicions = [
-            replace(self._known(prompt), strikes=strikes, together=len(struck), why=why) for prompt, strikes in struck
+            replace(self._known(prompt), lost_leases=lost_leases, together=len(struck), why=why)
+            for prompt, lost_leases in struck
         ]
         self._change(suspicions)
         return suspicions
@@ -158,11 +159,11 @@ class LostLeases:
         known = self._known(prompt)
         self._change([replace(known, workers=known.workers + 1, why=why[:MOST_WORDS])])
 
-    def clear_strikes(self, prompt: Prompt) -> None:
+    def clear_lost_leases(self, prompt: Prompt) -> None:
         """The prompt was sampled to the end: no generator has died of it."""
         suspicion = self.of(prompt)
-        if suspicion is not None and suspicion.strikes:
-            self._change([replace(suspicion, strikes=0, together=0)])
+        if suspicion is not None and suspicion.lost_leases:
+            self._change([replace(suspicion, lost_leases=0, together=0)])
 
     def clear_workers(self, prompt: Prompt) -> None:
         """All its completions were judged: no reward worker has died of one."""
@@ -173,7 +174,7 @@ class LostLeases:
     def lift(self) -> list[Suspicion]:
         """Clear the counts of all prompts; return what they were."""
         lifted = self.all
-        self._change([replace(suspicion, strikes=0, together=0, workers=0) for suspicion in lifted])
+        self._change([replace(suspicion, lost_leases=0, together=0, workers=0) for suspicion in lifted])
         return lifted
 
     def _known(self, prompt: Prompt) -> Suspicion:
@@ -186,7 +187,7 @@ class LostLeases:
         self.unwritten += suspicions
 
     def _note(self, suspicion: Suspicion) -> None:
-        if suspicion.strikes or suspicion.workers:
+        if suspicion.lost_leases or suspicion.workers:
             self._by_prompt[suspicion.prompt] = suspicion
         else:
             self._by_prompt.pop(suspicion.prompt, None)

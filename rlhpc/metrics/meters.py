@@ -103,10 +103,8 @@ class BusyClock:
 #                      standard deviations of the sum over all that run, so that the cache is rarely over-full
 # The prior assumes the greatest length for every request.  Finished requests outweigh it gradually, recent ones most,
 # since lengths change while a model learns.  Short requests finish first, so the first ones to finish are biased: that
-#   is
-# why there is a prior.  An engine that runs out of KV cache nevertheless preempts a request and computes it again,
-#   which
-# costs time and loses no rollout.
+# is why there is a prior.  An engine that runs out of KV cache nevertheless preempts a request and computes it again,
+# which costs time and loses no rollout.
 
 DEVIATIONS = 2.0
 MEMORY_WINDOWS = 4  # memory of finished requests, in multiples of the samples that fit

@@ -131,7 +131,7 @@ QUARANTINED = "quarantined"  # cause: nothing was sampled, because of what happe
 LEASES_LOST = "leases_lost"  # cause: a sample was leased so often in vain
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # between two leases while it waits
 MOST_IN_A_ROW = 8  # errors of one generator, in as many verdicts of others
-LONGEST_BRAKE_S = 60.0  # for a generator
+LONGEST_PAUSE_OF_ONE_S = 60.0  # for a generator
 _UNNAMED = "verifier_error"
 _SHOWN_DETAILS = 3
 
@@ -175,19 +175,19 @@ class ErrorGate:
         """Record one verdict; `detail` is shown if the gate closes, failure is its kind; holder: who has sampled it."""
         is_error = verdict is Verdict.VERIFIER_ERROR
         if is_error:
-            self._brake(holder, detail)
+            self._slow_down(holder, detail)
         else:
             self._num_verdicts += 1
             self._rows.pop(holder, None)
         self._count((failure or _UNNAMED) if is_error else "", detail)
 
-    def _brake(self, holder: str, detail: str) -> None:
+    def _slow_down(self, holder: str, detail: str) -> None:
         """Count an error of a generator; of many while others have verdicts, have it pause."""
         row, now_s = self._rows.setdefault(holder, _Row(self._num_verdicts)), self._clock()
         row.num_errors += 1
         is_alone = self._num_verdicts - row.num_verdicts_before >= MOST_IN_A_ROW
         if is_alone and row.num_errors >= MOST_IN_A_ROW and now_s >= row.free_at_s:
-            row.pause_s = min(LONGEST_BRAKE_S, 2 * row.pause_s or FIRST_PAUSE_S)
+            row.pause_s = min(LONGEST_PAUSE_OF_ONE_S, 2 * row.pause_s or FIRST_PAUSE_S)
             row.free_at_s = now_s + row.pause_s
             said = holder, row.num_errors, row.pause_s, detail
             log.warning("%s: %d errors in a row while others have verdicts: no lease for %.0f s; the latest: %s", *said)

@@ -30,8 +30,7 @@ from rlhpc.protocol.types import WeightGroup
 #    lost one is in the next epoch after it has sent Hello again.  A late joiner enters the next epoch.
 # 3. Epoch numbers only grow, across restarts of the controller too: state() holds the last one.
 # 4. An acknowledgement counts if it is for the current epoch and from one of its members; it then holds until the
-#   member
-#    is lost or restarts, so that a member need not acknowledge the same version again in a new epoch.
+#    member is lost or restarts, so that a member need not acknowledge the same version again in a new epoch.
 
 
 NO_VERSION = -1

@@ -54,11 +54,13 @@ def poisoned_references(rollouts: Path) -> list[str]:
     return found
 
 
-def num_strikes(layout: RunLayout) -> int:
+def num_lost_leases(layout: RunLayout) -> int:
     """Of the lethal prompt: deaths with it."""
-    if not layout.strikes.exists():
+    if not layout.lost_leases.exists():
         return 0
-    return max((json.loads(line)["strikes"] for line in layout.strikes.read_text().splitlines() if line), default=0)
+    return max(
+        (json.loads(line)["lost_leases"] for line in layout.lost_leases.read_text().splitlines() if line), default=0
+    )
 
 
 @pytest.mark.timeout(600)
@@ -74,7 +76,7 @@ def test_a_prompt_that_kills_generators_is_dropped_over_a_crash_of_the_run_and_n
         run.start("generator-0")
         run.wait_until(lambda: not run.is_alive("generator-0"), "the first generator dies")
         run.start("generator-0", start=1)
-        run.wait_until(lambda: num_strikes(layout) == 1, "the death is written down")
+        run.wait_until(lambda: num_lost_leases(layout) == 1, "the death is written down")
         run.kill("controller-0", "trainer-0", "generator-0", "reward-0")  # and nothing was saved
 
         assert run.resume().resume_step is None

@@ -139,8 +139,8 @@ def is_waiting(layout: RunLayout, status: dict[str, Any], *, is_told: bool) -> b
     return is_so and (not is_told or "; waiting for verdicts since " in rlhpc("status", str(layout.root)).stdout)
 
 
-def strikes(layout: RunLayout) -> str:
-    return layout.strikes.read_text() if layout.strikes.exists() else ""
+def lost_leases(layout: RunLayout) -> str:
+    return layout.lost_leases.read_text() if layout.lost_leases.exists() else ""
 
 
 @each_kind("tools", "judge")
@@ -159,7 +159,7 @@ def test_a_run_goes_on_when_what_has_failed_for_a_while_works_again(lab: Lab, ki
     assert status["queue"]["dropped_verifier_error"] >= 1
     assert status["queue"]["dropped_poison"] == 0
     assert WORDS in status["errors"]["latest"] or kind == "judge"
-    assert strikes(layout) == ""
+    assert lost_leases(layout) == ""
     told = rlhpc("status", str(layout.root)).stdout
     assert f"the last: {status['errors']['latest'][:20]}" in told
     assert f"dropped_verifier_error {status['queue']['dropped_verifier_error']}" in told

@@ -24,7 +24,7 @@ HELD = (
     "events_0",
     "segment_0",
     "partials_0",
-    "strikes.jsonl",
+    "lost_leases.jsonl",
     "status.json",
     "timeline.jsonl",
     "controller.json",  # of a checkpoint

@@ -125,7 +125,7 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
     journaling = Journaling(state.journal, leases, clock=awake, lane=disk.journal)
     gate = ErrorGate(config.rewards.max_error_share, patience_s=config.rewards.error_patience_s, clock=awake)
     dispatcher = LeaseDispatcher(
-        leases=leases, buffer=buffer, prompts=prompts, policy=weight_sync, credit=registry, brake=gate,
+        leases=leases, buffer=buffer, prompts=prompts, weight_sync=weight_sync, registry=registry, gate=gate,
         on_disk=journaling.durable if config.curriculum.goes_by_memory else None, fills_slots=config.run.deterministic,
     )  # fmt: skip
     sink = RolloutSink(
@@ -463,7 +463,7 @@ class RunProcesses:
         """lane: that writes lost leases."""
         self._lane = lane
         self._control, self._registry, self._weight_sync, self._state = control, registry, weight_sync, state
-        self._file = LostLeaseFile(context.layout.strikes, context.fence)
+        self._file = LostLeaseFile(context.layout.lost_leases, context.fence)
         self._dead_after_s = context.config.transport.dead_after_s
 
     # --------------------------------------------------------------------------------------------------------- arrivals

@@ -266,11 +266,11 @@ class LeaseDispatcher:
         leases: ServerChannel,
         buffer: RolloutBuffer,
         prompts: PromptSource,
-        policy: WeightSync,
-        credit: ProcessRegistry,
+        weight_sync: WeightSync,
+        registry: ProcessRegistry,
         on_disk: Callable[[], Awaitable[None]] | None = None,
         fills_slots: bool = False,
-        brake: ErrorGate | None = None,
+        gate: ErrorGate | None = None,
     ) -> None:
         """on_disk: waited for between admission and lease, where another prompt might be drawn after a restart.
 
@@ -278,8 +278,8 @@ class LeaseDispatcher:
         which version then depends on nothing that takes time.
         """
         self._leases, self._buffer, self._ledger, self._prompts = leases, buffer, buffer.ledger, prompts
-        self._policy, self._credit, self._on_disk = policy, credit, on_disk
-        self._fills_slots, self._brake = fills_slots, brake
+        self._weight_sync, self._registry, self._on_disk = weight_sync, registry, on_disk
+        self._fills_slots, self._gate = fills_slots, gate
         self._work = asyncio.Event()
         self._queue = CreditQueue(self._credit_of)
         self._changed: set[str] = set()  # generators whose credit may be another
@@ -304,7 +304,7 @@ class LeaseDispatcher:
         """
         while group_ids:
             group_id = group_ids.pop()
-            for name in sorted(self._policy.ready_members):
+            for name in sorted(self._weight_sync.ready_members):
                 with suppress(ChannelError):
                     await self._leases.send(name, CancelGroup(group_id))
 
@@ -313,8 +313,8 @@ class LeaseDispatcher:
         while True:
             await self._work.wait()
             self._work.clear()
-            if self.is_open and self._policy.live_version >= 0:
-                self._buffer.readmit(self._policy.live_version)
+            if self.is_open and self._weight_sync.live_version >= 0:
+                self._buffer.readmit(self._weight_sync.live_version)
                 # In quarantine what is free may be for nobody, and says nothing of what others could sample.
                 if self._fills_slots or self._ledger.is_quarantining:
                     await self._admit(math.inf)
@@ -324,7 +324,7 @@ class LeaseDispatcher:
         """Draw prompts of which so many samples are wanted, as far as slots are free; whether some may be granted."""
         is_new = False
         while num_samples > 0 and self._ledger.has_slot:
-            version = self._policy.live_version
+            version = self._weight_sync.live_version
             prompt = self._prompts.draw(version)
             size = self._prompts.num_rollouts(prompt.prompt_id)
             num_samples -= len(self._ledger.group(self._buffer.admit(prompt, version, size)).members)
@@ -348,8 +348,8 @@ class LeaseDispatcher:
                 return
 
     async def _send(self, name: str, lease: Lease) -> None:
-        if self._brake is not None:
-            self._brake.lease_granted()
+        if self._gate is not None:
+            self._gate.lease_granted()
         try:
             await self._leases.send(name, lease)
         except (PeerUnreachable, ChannelFull) as error:
@@ -364,7 +364,7 @@ class LeaseDispatcher:
         relieved = self._ledger.take_relieved()
         if self._is_all_changed:
             self._is_all_changed = False
-            self._queue.look_at_all(self._policy.ready_members)
+            self._queue.look_at_all(self._weight_sync.ready_members)
         else:
             for name in self._changed | relieved:
                 self._queue.look_at(name)
@@ -376,9 +376,9 @@ class LeaseDispatcher:
         self._changed.add(name)
 
     def _credit_of(self, name: str) -> int:
-        if not self._policy.is_ready(name) or (self._brake is not None and not self._brake.may_lease(name)):
+        if not self._weight_sync.is_ready(name) or (self._gate is not None and not self._gate.may_lease(name)):
             return 0
-        return self._credit.capacity(name) - self._ledger.outstanding(name)
+        return self._registry.capacity(name) - self._ledger.outstanding(name)
 
 
 # --------------------------------------------------------------------------------------------------------- rollout sink

@@ -388,9 +388,9 @@ def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock)
 
 def _read_lost_leases(layout: RunLayout, prompts: PromptSource) -> LostLeases:
     try:
-        return LostLeases(LostLeaseFile(layout.strikes).read(), prompts.record_of)
+        return LostLeases(LostLeaseFile(layout.lost_leases).read(), prompts.record_of)
     except OSError as error:
-        raise CheckpointError(f"{layout.strikes}: cannot be read: {error}") from error
+        raise CheckpointError(f"{layout.lost_leases}: cannot be read: {error}") from error
 
 
 def _open_guard(context: RoleContext, saved: SavedState | None) -> StepGuard:

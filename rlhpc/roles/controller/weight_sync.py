@@ -51,10 +51,9 @@ from rlhpc.weights.choice import Membership, choose_transport
 # 1. A generator that has come, or has failed, is not trusted before it has passed, under weights that arrived since.
 # 2. All have to pass at the first publication, and every `every` versions; until they fail they stay trusted.
 # 3. Generators whose checksums of the same version differ have to pass at once, the fewer if there are fewer; until
-#   then
-#    they are not trusted, and no further version is published.
+#    then they are not trusted, and no further version is published.
 # 4. An answer counts for the publication that it was asked for, and if one version scored all of it: else another is
-#   due.
+#    due.
 
 log = logging.getLogger("rlhpc.weight_sync")
 MAX_TOKENS = 64

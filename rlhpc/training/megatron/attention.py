@@ -37,8 +37,7 @@ from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, pack
 #
 # Input: segment borders.  Output: a RowPlan that travels to every layer.  Needs no process group.
 # Legend: P tokens of the padded row, C context ranks; the row is cut into 2·C equal chunks, and rank r holds chunks r
-#   and
-# 2·C − 1 − r, in that order.
+# and 2·C − 1 − r, in that order.
 #
 # The row is cut, not each segment: a chunk may begin in the middle of a segment.  Its queries then attend to the keys
 # from the start of that segment on.  Every later segment of the chunk starts inside it, so that only the chunk's first

@@ -233,8 +233,8 @@ def set_checkpoint_aside(fence: Fence) -> Path:
 def record_lost_lease(fence: Fence) -> Path:
     book = LostLeases()
     book.record_death([(make_prompt(1), 1)])
-    LostLeaseFile(fence.layout.strikes, fence).append(book)
-    return fence.layout.strikes
+    LostLeaseFile(fence.layout.lost_leases, fence).append(book)
+    return fence.layout.lost_leases
 
 
 def note_an_attempt(fence: Fence) -> Path:
@@ -425,8 +425,8 @@ def test_a_stale_controller_holds_nothing_against_a_prompt(layout: RunLayout) ->
     Fence.take(layout, 1)
     book.record_death([(make_prompt(0), 1)])
     with pytest.raises(OwnershipLost):
-        LostLeaseFile(layout.strikes, stale).append(book)
-    assert not layout.strikes.exists()
+        LostLeaseFile(layout.lost_leases, stale).append(book)
+    assert not layout.lost_leases.exists()
 
 
 def test_a_damaged_record_is_not_taken_for_a_loss(layout: RunLayout) -> None:

@@ -530,7 +530,7 @@ def test_culprits_are_dropped_after_max_attempts_and_no_innocent_ever_is(
 ) -> None:
     chance = random.Random(seed)
     culprits = set(chance.sample(range(NUM_PROMPTS), num_culprits))
-    path = tmp_path_factory.mktemp("strikes") / "strikes.jsonl"
+    path = tmp_path_factory.mktemp("lost_leases") / "lost_leases.jsonl"
     ring = Ring(path, chance, culprits, max_attempts=max_attempts)
     ring.start(num_holders=num_holders)
     for _ in range(20_000):
@@ -577,20 +577,20 @@ def test_a_death_of_many_is_taken_for_a_nodes_and_slows_nobody_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strikes", "max_attempts", "company"),
+    ("lost_leases", "max_attempts", "company"),
     [
         (1, 5, ANY_COMPANY), (2, 5, 8), (3, 5, 1), (4, 5, 1), (1, 4, ANY_COMPANY), (2, 4, 1), (1, 3, 1), (1, 2, 1),
         (1, 1, 1),
     ],
 )  # fmt: skip
 def test_company_shrinks_with_strikes_and_the_last_two_attempts_are_alone(
-    strikes: int, max_attempts: int, company: int
+    lost_leases: int, max_attempts: int, company: int
 ) -> None:
-    assert Suspicion("p", strikes, together=64).company(max_attempts) == company
+    assert Suspicion("p", lost_leases, together=64).company(max_attempts) == company
 
 
 def test_who_completes_is_forgiven_and_a_prompt_that_is_drawn_again_keeps_its_strikes(tmp_path: Path) -> None:
-    file = LostLeaseFile(tmp_path / "strikes.jsonl")
+    file = LostLeaseFile(tmp_path / "lost_leases.jsonl")
 
     def record_of(prompt_id: int) -> RecordName:
         return RecordName(str(prompt_id % 10), f"questions.jsonl:{prompt_id % 10 + 1}")
@@ -655,7 +655,7 @@ def test_a_poisonous_prompt_is_dropped_at_once_by_a_later_attempt() -> None:
 
 
 def test_a_line_that_a_crash_has_cut_off_costs_only_itself(tmp_path: Path) -> None:
-    path = tmp_path / "strikes.jsonl"
+    path = tmp_path / "lost_leases.jsonl"
     file, book = LostLeaseFile(path), LostLeases()
     book.record_death([(make_prompt(0), 1)])
     file.append(book)
@@ -666,7 +666,7 @@ def test_a_line_that_a_crash_has_cut_off_costs_only_itself(tmp_path: Path) -> No
 
 
 def test_strikes_that_the_disk_refuses_are_written_with_the_next(tmp_path: Path) -> None:
-    file, book = LostLeaseFile(tmp_path / "away" / "strikes.jsonl"), LostLeases()
+    file, book = LostLeaseFile(tmp_path / "away" / "lost_leases.jsonl"), LostLeases()
     book.record_death([(make_prompt(0), 1)])
     file.append(book)
     (tmp_path / "away").mkdir()

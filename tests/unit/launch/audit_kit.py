@@ -683,7 +683,7 @@ def a_checkpoint_opens_a_trained_group(layout: RunLayout, chance: random.Random)
             "reference": prompt.reference,
         },
         "delivered": [],
-        "strikes": [0, 0],
+        "lost_leases": [0, 0],
         "num_leases": 0,
     }
     edit_checkpoint(path, lambda document: document["buffer"]["ledger"]["groups"].append(again))

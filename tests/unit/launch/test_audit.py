@@ -400,9 +400,11 @@ def test_a_loss_that_prefers_long_completions_and_poisoned_prompts_are_remarked_
     assert remark.startswith("rollouts that are lost are longer than those trained: in 100% of pairs")
     assert before.lengths["lost"]["mean"] > before.lengths["trained"]["mean"] + 20
 
-    lines = [{"prompt": "abc", "strikes": 3, "together": 4}, {"prompt": "def", "strikes": 1, "together": 4}]
-    lines.append({"prompt": "1:7", "strikes": 0, "together": 0, "workers": 9, "source": "b.jsonl:8", "why": "SIGSEGV"})
-    layout.strikes.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    lines = [{"prompt": "abc", "lost_leases": 3, "together": 4}, {"prompt": "def", "lost_leases": 1, "together": 4}]
+    lines.append(
+        {"prompt": "1:7", "lost_leases": 0, "together": 0, "workers": 9, "source": "b.jsonl:8", "why": "SIGSEGV"}
+    )
+    layout.lost_leases.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     dropped, quarantined, suspects = check_of(audited(layout), "poison and quarantine").remarks
     assert dropped.startswith("dropped because no verifier, environment or agent could judge them: ")
     assert quarantined == (

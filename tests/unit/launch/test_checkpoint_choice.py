@@ -221,7 +221,7 @@ def test_a_resume_says_what_stays_quarantined_and_lifts_it_if_asked_to(config, l
     ]
     book = LostLeases()
     book.unwritten = [*lines]
-    LostLeaseFile(layout.strikes).append(book)
+    LostLeaseFile(layout.lost_leases).append(book)
     last = "record 9: 5 generators died sampling it, the last: generator-0 died or fell silent"
     stays = f"2 prompts of earlier attempts stay quarantined ({last}); --lift-quarantine samples them again"
     assert resume(config, layout)[1] == [stays]
@@ -229,7 +229,7 @@ def test_a_resume_says_what_stays_quarantined_and_lifts_it_if_asked_to(config, l
     lifting = ResumePoint(lift_quarantine=True)
     prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False, resume_from=lifting, tell=told.append)
     assert told == [f"the quarantine of 2 prompts is lifted ({last})"]
-    assert LostLeaseFile(layout.strikes).suspicions() == []
+    assert LostLeaseFile(layout.lost_leases).suspicions() == []
     assert resume(config, layout, lifting)[1] == ["no prompt is quarantined"]
     assert resume(config, layout)[1] == []
 

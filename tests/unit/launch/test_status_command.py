@@ -492,10 +492,10 @@ def layout(tmp_path) -> RunLayout:
     return layout
 
 
-def strike(layout: RunLayout, **strikes: int) -> None:
+def strike(layout: RunLayout, **lost_leases: int) -> None:
     book = LostLeases()
-    book.unwritten = [Suspicion(prompt, number, 4) for prompt, number in strikes.items()]
-    LostLeaseFile(layout.strikes).append(book)
+    book.unwritten = [Suspicion(prompt, number, 4) for prompt, number in lost_leases.items()]
+    LostLeaseFile(layout.lost_leases).append(book)
 
 
 def test_prompts_that_ended_generators_too_often_are_listed_and_others_counted(layout):

@@ -143,8 +143,8 @@ def guard(place: Place) -> Writer:
     return Writer(lambda: file.append(entry), lambda: len(read_guard_file(place.layout.guard)))
 
 
-def strikes(place: Place) -> Writer:
-    book, file = LostLeases(), LostLeaseFile(place.layout.strikes, place.fence)
+def lost_leases(place: Place) -> Writer:
+    book, file = LostLeases(), LostLeaseFile(place.layout.lost_leases, place.fence)
 
     def write() -> None:
         book.record_death([(prompt(number), 1) for number in range(MANY * 20)])
@@ -154,7 +154,7 @@ def strikes(place: Place) -> Writer:
 
 
 WRITERS = {
-    each.__name__: each for each in (journal, events, segments, partials, status, guard, strikes)
+    each.__name__: each for each in (journal, events, segments, partials, status, guard, lost_leases)
 }  # checkpoints: tests/faults/test_disk_full.py
 
 
