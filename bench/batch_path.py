@@ -47,7 +47,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.messages import BATCHES, CONTROL, PublishReport, PublishWeights, StepReport, StopRole, TrainerReady
 from rlhpc.protocol.types import PackedBatch, SamplingParams, TensorSpec, WeightManifest
 from rlhpc.rewards.outcomes import ErrorGate
-from rlhpc.roles.controller.batches import TrainerLink
+from rlhpc.roles.controller.batch_maker import TrainerLink
 from rlhpc.roles.controller.leases import ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane
 from rlhpc.roles.controller.recorder import RunRecorder

@@ -10,8 +10,8 @@ from pathlib import Path
 from rlhpc.algorithms.packing import FlopCost, pack
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.buffer.buffer import RolloutBuffer
-from rlhpc.buffer.history import RolloutJournal
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config.rules import Config
 from rlhpc.protocol.messages import Delivery

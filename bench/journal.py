@@ -41,8 +41,9 @@ from bench.figures import tell
 from bench.intake import Intake, Shape
 from rlhpc.base.native import crc32
 from rlhpc.buffer.batches import ResolvedGroup
-from rlhpc.buffer.history import GroupEventLog, RolloutJournal
+from rlhpc.buffer.history import GroupEventLog
 from rlhpc.buffer.journal import JournalFiles, JournalRecord, read_journals
+from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.buffer.segments import to_hdf5, write_sealed
 from rlhpc.protocol.messages import Delivery
 from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict

@@ -307,13 +307,23 @@ def child(words: list[str], limit_s: float) -> dict[str, Any]:
     try:
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"no result in {limit_s:.0f} s"}
+        return {"error": f"no result in {limit_s:.0f} s{busy_words(os.getloadavg()[0], os.cpu_count() or 1)}"}
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines and lines[-1].startswith("{"):
         found: dict[str, Any] = json.loads(lines[-1])
         return found
     said = done.stderr.strip().splitlines()
     return {"error": said[-1][-300:] if said else f"exit status {done.returncode}"}
+
+
+def busy_words(load: float, num_cores: int) -> str:
+    """What may be the cause of a test that was too slow: the node has more to do than its cores can; "": it has not.
+
+    The job of a probe ends after two minutes, so that its tests cannot wait for longer on such a node.
+    """
+    return (
+        f"; this node is busy (load {load:.0f} on {num_cores} cores): try again later" if load > 2 * num_cores else ""
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- files

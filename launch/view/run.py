@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rlhpc.buffer.lost_leases import Suspicion
     from rlhpc.config.rules import Config
     from rlhpc.metrics.curves import Curve, CurveTable
-    from rlhpc.roles.controller.guard import GuardEntry
+    from rlhpc.roles.controller.guarding import GuardEntry
 
 # Entries that a run directory has, with config.json beside them.  One alone proves nothing: a model has config.json,
 # another program checkpoints.
@@ -338,7 +338,7 @@ class RunView:
         """What the guard did, oldest first.  Raises OSError."""
         if not self.layout.guard.exists():
             return []
-        from rlhpc.roles.controller.guard import read_guard_file
+        from rlhpc.roles.controller.guarding import read_guard_file
 
         return read_guard_file(self.layout.guard)
 

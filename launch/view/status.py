@@ -103,7 +103,7 @@ def lines_about_evaluation_job(layout: RunLayout) -> list[str]:
 #
 # What `rlhpc status` says of the guard, of prompts that are kept from generators, and of evaluations.
 #
-# Input: guard.jsonl, lost_leases.jsonl, jobs/failures.json and evaluations/ of a run directory.  Output: lines, or JSON.
+# Input: guard.jsonl, lost_leases.jsonl, jobs/failures.json, evaluations/ of a run directory.  Output: lines, or JSON.
 # Loads nothing where none of them is there.
 
 NUM_SHOWN = 5  # prompts

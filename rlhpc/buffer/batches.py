@@ -6,11 +6,11 @@ the choice.
 Input of the choice: GroupRecord, in order of admission.  Output: ids of a batch, or that none can be formed yet; ids of
 a part of one, with which a step may begin.  Pure.
 
-Each group has a last batch that it may be in (`GroupRecord.due`).  A batch takes finished groups, those due first.  It
-may skip an unfinished one, a straggler, while that has batches left with room for all groups that need them: for each
-k, at most k · groups_per_step groups that are due within the next k batches are left.  That is Hall's condition: if it
-holds, taking the earliest due groups first meets every due date.  A part of a batch leaves places in it, which count as
-room.  docs/staleness.md has the proof.
+Each group has a last batch that it may be in (`GroupRecord.due_after`).  A batch takes finished groups, those due
+first.  It may skip an unfinished one, a straggler, while that has batches left with room for all groups that need
+them: for each k, at most k · groups_per_step groups that are due within the next k batches are left.  That is Hall's
+condition: if it holds, taking the earliest due groups first meets every due date.  A part of a batch leaves places in
+it, which count as room.  docs/staleness.md has the proof.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class GroupRecord:
     admitted_at_s: float  # by the ledger's clock
     members: list[MemberRecord]
     num_leases: int = 0
-    due: int = -1  # groups of the run that may be taken before its batch; -1: in order of admission
+    due_after: int = (
+        -1
+    )  # groups of the run that may be taken before the batch that it is due in; -1: in order of admission
     step: int | None = None  # the step it was taken for
     is_dropped: bool = False
     company: int = ANY_COMPANY  # groups that a generator may hold at once, this one included
@@ -195,20 +197,20 @@ class UntakenTally:
 
     def add(self, group: GroupRecord) -> None:
         """Count a group that is admitted, or was before the run was interrupted."""
-        self._all[group.due] += 1
+        self._all[group.due_after] += 1
         self.delivered(group)
 
     def delivered(self, group: GroupRecord) -> None:
         """A member of this group has arrived: count the group as finished if it was the last."""
         if group.is_finished:
-            self._finished[group.due] += 1
+            self._finished[group.due_after] += 1
             self.num_finished += 1
 
     def remove(self, group: GroupRecord) -> None:
         """Forget a group that is taken or dropped."""
-        _less_one(self._all, group.due)
+        _less_one(self._all, group.due_after)
         if group.is_finished:
-            _less_one(self._finished, group.due)
+            _less_one(self._finished, group.due_after)
             self.num_finished -= 1
 
     def num_missing(self, num_groups: int, num_taken: int) -> int:
@@ -344,8 +346,8 @@ def choose_part(
 def _spare(groups: Sequence[GroupRecord], num_taken: int, groups_per_step: int) -> dict[int, int]:
     """How many batches may still come before a group's own; groups that came back after a restart go in order."""
     return {
-        group.group_id: max(0, (group.due - num_taken) // groups_per_step)
-        if group.due >= 0
+        group.group_id: max(0, (group.due_after - num_taken) // groups_per_step)
+        if group.due_after >= 0
         else rank // groups_per_step
         for rank, group in enumerate(groups)
     }

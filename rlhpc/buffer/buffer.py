@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.buffer.batches import DropReason, GroupRecord, ResolvedGroup
-from rlhpc.buffer.history import START, Admitted, Dropped, Event, History, Position, RolloutJournal, Taken, Trained
+from rlhpc.buffer.history import START, Admitted, Dropped, Event, History, Position, Taken, Trained
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.buffer.segments import SegmentWriter, read_segment, to_hdf5, write_sealed
 from rlhpc.protocol.errors import CheckpointError, LedgerError, SegmentError
 from rlhpc.protocol.types import FinishReason, Prompt, RolloutGroup, ScoredRollout, Verdict

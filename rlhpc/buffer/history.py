@@ -1,7 +1,7 @@
 """The history of a run, written and read back: what became of its groups, since a checkpoint or since the start.
 
-In this file: the log of events; what the events come to; the history, from journal and events; the durable history of
-a run that goes on.
+In this file: the log of events; what the events come to; the history, from journal and events.  rollout_journal.py
+writes that of a run that goes on.
 
 Input of the history: the files of a rollouts directory, and the position that a checkpoint covers.  Output: History.
 An attempt that continued from an earlier step repeats steps: the batch that was chosen last for a step counts.
@@ -18,12 +18,10 @@ from pathlib import Path
 
 from rlhpc.base.files import sync_directory
 from rlhpc.base.ownership import Fence
-from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
-from rlhpc.buffer.journal import JournalFiles, JournalRecord, journal_paths, read_first_sequence, read_journal
+from rlhpc.buffer.journal import JournalRecord, journal_paths, read_first_sequence, read_journal
 from rlhpc.buffer.log import FramedRecord, LogContent, LogEncoder, LogKind, LogWriter, damage_in_words, read_log
 from rlhpc.protocol.errors import JournalError
-from rlhpc.protocol.types import Prompt, ScoredRollout
 
 # ------------------------------------------------------------------------------------------------------------ event log
 #
@@ -408,90 +406,3 @@ def _rollouts(directory: Path, history: History) -> Iterator[JournalRecord]:
                 expected = record.sequence + 1
                 history.num_rollouts = max(history.num_rollouts, record.sequence)
                 yield record
-
-
-# ------------------------------------------------------------------------------------------------------ rollout journal
-#
-# The durable history of a run: rollouts as they arrive, and what becomes of their groups; one commit for both.
-#
-#     add, note ──▶ in memory ──▶ commit, by a thread ──▶ journal_NNNNNN.log, then events_NNNNNN.log ──▶ num_durable
-#
-# Guarantees: when an event is on disk, all rollouts that were added before it are; what a commit could not write is
-# written by the next one, in the same order.
-
-
-def open_journal(
-    layout: RunLayout, run_name: str, attempt: int, num_rollouts: int, fence: Fence | None
-) -> RolloutJournal:
-    """The journal of an attempt.  num_rollouts: of earlier attempts that count.  Writes nothing yet."""
-    files = JournalFiles(
-        layout.rollouts, run_name=run_name, attempt=attempt, first_sequence=num_rollouts + 1, fence=fence
-    )
-    return RolloutJournal(files, GroupEventLog(layout.rollouts, attempt, fence, run_name), attempt)
-
-
-class RolloutJournal:
-    """Collects in memory and writes many at once.
-
-    `add` and `note` do no input or output and may be called by one thread while another one commits; only one commits
-    at a time.
-    """
-
-    def __init__(self, files: JournalFiles, events: GroupEventLog, attempt: int) -> None:
-        self._files, self._events, self._attempt = files, events, attempt
-        self._pending: list[JournalRecord] = []
-        self._last = files.next_sequence - 1
-
-    @property
-    def num_added(self) -> int:
-        """Number of the last rollout that was added."""
-        return self._last
-
-    @property
-    def num_durable(self) -> int:
-        """All rollouts up to this number are on disk."""
-        return self._files.next_sequence - 1
-
-    @property
-    def position(self) -> Position:
-        """The current position: what is added later lies behind it."""
-        return Position(self._attempt, self._events.num_added, self._last)
-
-    def holds(self, position: Position) -> bool:
-        """Whether everything up to a moment is on disk."""
-        num_events = self._events.num_added - self._events.num_pending
-        return self.num_durable >= position.num_rollouts and num_events >= position.num_events
-
-    def add(self, scored: ScoredRollout, prompt: Prompt, admitted_version: int) -> int:
-        """Keep a rollout for the next commit; return its number in the run.  prompt, admitted_version: of its group."""
-        self._last += 1
-        self._pending.append(JournalRecord(self._last, scored, prompt, admitted_version))
-        return self._last
-
-    def note(self, event: Event) -> None:
-        """Keep an event for the next commit."""
-        self._events.add(event)
-
-    def commit(self) -> int:
-        """Write what was added before this call; return the number up to which rollouts are on disk.
-
-        Raises JournalError when something cannot be written, which stays in memory; OwnershipLost.
-        """
-        num_events = self._events.num_pending  # read first: rollouts added before these events are pending now
-        records: Sequence[JournalRecord] = self._pending[:]
-        try:
-            if records:
-                self._files.append(records)
-        except JournalError as error:
-            left = self._last - self.num_durable
-            raise JournalError(f"{error}; {left} {'stays' if left == 1 else 'stay'} in memory") from error
-        finally:
-            done = sum(record.sequence < self._files.next_sequence for record in records)
-            del self._pending[:done]
-        self._events.commit(num_events)
-        return self.num_durable
-
-    def close(self) -> None:
-        """Close the files; what was not committed is lost."""
-        self._files.close()
-        self._events.close()

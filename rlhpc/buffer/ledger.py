@@ -67,7 +67,7 @@ class LeaseDeadlines:
         self._running[key] = RunningLease(holder, group, num_members)
 
     def look_at(self, key: LeaseKey, at_s: float) -> None:
-        """Have `due` return this lease then."""
+        """Have `passed` return this lease then."""
         heapq.heappush(self._looks, (at_s, key))
 
     def let_go(self, key: LeaseKey) -> None:
@@ -80,7 +80,7 @@ class LeaseDeadlines:
                 self._looks = [look for look in self._looks if look[1] in self._running]
                 heapq.heapify(self._looks)
 
-    def due(self, now_s: float) -> Iterator[tuple[LeaseKey, RunningLease]]:
+    def passed(self, now_s: float) -> Iterator[tuple[LeaseKey, RunningLease]]:
         """Leases that are due for a check, oldest first; each once, unless `look_at` asks for another."""
         while self._looks and self._looks[0][0] <= now_s:
             key = heapq.heappop(self._looks)[1]
@@ -176,7 +176,7 @@ class Leases:
         """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
         expired = []
         now_s = self._clock()
-        for key, lease in self._deadlines.due(now_s):
+        for key, lease in self._deadlines.passed(now_s):
             group, holder = lease.group, lease.holder
             held = [i for i, member in enumerate(group.members) if member.holder == holder and member.lease == key[1]]
             overdue = [i for i in held if group.members[i].seen_s + self.lease_deadline_s <= now_s]
@@ -480,7 +480,7 @@ class AdmissionLedger(Leases):
         group = GroupRecord(self.next_group_id, prompt, policy_version, self._clock(), members)
         if not again:
             most_behind = (self._num_slots_open - 1) // self.groups_per_step  # batches that may come before its own
-            group.due = self._num_released + most_behind * self.groups_per_step
+            group.due_after = self._num_released + most_behind * self.groups_per_step
         self.next_group_id, self._untaken[group.group_id] = group.group_id + 1, group
         self._tally.add(group)
         self._queue(group, waits=again)
@@ -565,7 +565,7 @@ class AdmissionLedger(Leases):
 
     def part(self, num_groups: int, least: int) -> list[int]:
         """Ids of the finished groups, `least` or more, that the next batch can begin with or go on with; else []."""
-        begun_due = [self._untaken[group_id].due for group_id in self._choice.begun]
+        begun_due = [self._untaken[group_id].due_after for group_id in self._choice.begun]
         may_be = self._tally.most_in_part(num_groups, self._num_taken, begun_due) >= least
         part = self._choice.part(list(self._untaken.values()), num_groups, self._num_taken) if may_be else []
         return part if len(part) >= least else []

@@ -10,7 +10,7 @@ from launch.verify.files import check_run
 from launch.verify.report import FileVerdict
 from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.protocol.errors import EXIT_CONFIG
-from rlhpc.roles.controller.guard import read_guard_file
+from rlhpc.roles.controller.guarding import read_guard_file
 from tests.ring.run_kit import Run, make_lab
 
 pytestmark = pytest.mark.ring

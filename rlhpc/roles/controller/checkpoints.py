@@ -23,7 +23,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.protocol.messages import SaveCheckpoint, SaveReport, SnapshotTaken
-from rlhpc.roles.controller.batches import TrainerLink
+from rlhpc.roles.controller.batch_maker import TrainerLink
 from rlhpc.roles.controller.persistence import LONGEST_CHECKPOINT_PAUSE_S, DiskWriter, at_once
 from rlhpc.roles.controller.state import (
     ControllerState,

@@ -16,7 +16,7 @@ test holds this table true):
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
     CheckpointWriter._complete  reported()        Controller._hear _outlast_save
 
-The train loop waits for the trainer's answers besides (batches.py), for weights to be live before it saves, and
+The train loop waits for the trainer's answers besides (batch_maker.py), for weights to be live before it saves, and
 for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of persistence.py.
 """
 
@@ -63,9 +63,9 @@ from rlhpc.protocol.messages import (
     WeightsLive,
 )
 from rlhpc.rewards.outcomes import ErrorGate
-from rlhpc.roles.controller.batches import RANK_0, TrainerLink
+from rlhpc.roles.controller.batch_maker import RANK_0, TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.guard import GuardFile, Guarding
+from rlhpc.roles.controller.guarding import GuardFile, Guarding
 from rlhpc.roles.controller.leases import AwakeClock, LeaseDispatcher, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling, PartialKeeping, PatientSealing
 from rlhpc.roles.controller.recorder import RunRecorder

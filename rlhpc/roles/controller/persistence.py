@@ -25,8 +25,8 @@ from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from rlhpc.base.patience import Patience, seen
-from rlhpc.buffer.history import RolloutJournal
 from rlhpc.buffer.prefixes import PartialIntake, PartialLog, PartialRollout, decode_partials
+from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.protocol.contracts import Clock, ServerChannel
 from rlhpc.protocol.errors import ChannelError, JournalError, OwnershipLost, SegmentError

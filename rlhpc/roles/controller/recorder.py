@@ -32,7 +32,7 @@ from rlhpc.metrics.tensorboard import Recorder, Sample
 from rlhpc.protocol.contracts import Clock, ServerChannel
 from rlhpc.protocol.types import Rollout, RolloutGroup
 from rlhpc.rewards.outcomes import JUDGED, PREFIX, SECONDS, by_task
-from rlhpc.roles.controller.batches import StepRecord
+from rlhpc.roles.controller.batch_maker import StepRecord
 from rlhpc.roles.controller.leases import IntakeStats, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane
 from rlhpc.roles.controller.run_status import LiveFigures

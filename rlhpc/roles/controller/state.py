@@ -25,11 +25,9 @@ from rlhpc.buffer.history import (
     History,
     Position,
     Replay,
-    RolloutJournal,
     Trained,
     delete_old_journals,
     make_durable,
-    open_journal,
     read_history,
     recorded_steps,
     timeline_of,
@@ -38,6 +36,7 @@ from rlhpc.buffer.history import (
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.prefixes import PartialIntake, read_partials
+from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import SegmentWriter, set_aside_lost_segments
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import GuardConfig

@@ -3,7 +3,7 @@
     full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
                                        └──▶ live ───▶ release   slots come free: new prompts start on the new weights
 
-Input: RolloutGroup.  Output: TrainBatch; its rows go to the ranks ahead of it (batches.py).  Slots are released
+Input: RolloutGroup.  Output: TrainBatch; its rows go to the ranks ahead of it (batch_maker.py).  Slots are released
 only after the weights are live: releasing them earlier would let a prompt start on the old policy and break the
 staleness bound (docs/design.md, "Staleness").
 """
@@ -30,9 +30,9 @@ from rlhpc.config.tables import AdmissionConfig
 from rlhpc.protocol.errors import LedgerError, RoleFailed
 from rlhpc.protocol.messages import PartReport, StepReport, TrainBatch
 from rlhpc.protocol.types import RolloutGroup
-from rlhpc.roles.controller.batches import BatchMaker, StepRecord, TrainerLink
+from rlhpc.roles.controller.batch_maker import BatchMaker, StepRecord, TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.guard import Guarding
+from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.persistence import at_once
 from rlhpc.roles.controller.state import LearningRates, RunProgress
 from rlhpc.roles.controller.weight_sync import WeightSync

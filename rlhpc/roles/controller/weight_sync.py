@@ -37,7 +37,7 @@ from rlhpc.protocol.messages import (
     WeightsLive,
 )
 from rlhpc.protocol.types import Float32, Int32, WeightGroup, WeightManifest
-from rlhpc.roles.controller.batches import TrainerLink
+from rlhpc.roles.controller.batch_maker import TrainerLink
 from rlhpc.weights.choice import Membership, choose_transport
 
 # --------------------------------------------------------------------------------------------------------------- canary

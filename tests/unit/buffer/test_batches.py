@@ -113,7 +113,7 @@ def test_what_counts_say_is_what_a_look_at_every_group_would(
         least = data.draw(st.integers(1, 2))
         part = choose_part(open_groups, per_step, num_taken, per_step, window, begun)
         assert ledger.part(per_step, least) == (part if len(part) >= least else [])
-        most = ledger._tally.most_in_part(per_step, num_taken, [ledger.group(group_id).due for group_id in begun])
+        most = ledger._tally.most_in_part(per_step, num_taken, [ledger.group(group_id).due_after for group_id in begun])
         assert len(part) == most if window == NO_WINDOW else len(part) <= most
         if chosen is not None and data.draw(st.booleans()):
             ledger.take_these(chosen, step=version + len(taken))
@@ -128,7 +128,7 @@ def test_what_counts_say_is_what_a_look_at_every_group_would(
 
 def record(group_id: int, due: int, *, is_finished: bool) -> GroupRecord:
     member = MemberRecord(is_delivered=is_finished)
-    return GroupRecord(group_id, make_prompt(group_id), 0, 0.0, [member], due=due)
+    return GroupRecord(group_id, make_prompt(group_id), 0, 0.0, [member], due_after=due)
 
 
 def leaves_room(spares: list[int], groups_per_step: int) -> bool:

@@ -43,12 +43,10 @@ from rlhpc.buffer.history import (
     History,
     Position,
     RecordedStep,
-    RolloutJournal,
     Taken,
     Trained,
     delete_old_journals,
     event_paths,
-    open_journal,
     read_events,
     read_history,
     recorded_steps,
@@ -58,6 +56,7 @@ from rlhpc.buffer.history import (
 from rlhpc.buffer.journal import JournalFiles, journal_paths
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.prefixes import PartialIntake
+from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.protocol.errors import LedgerError
 from rlhpc.protocol.types import Prompt, Verdict

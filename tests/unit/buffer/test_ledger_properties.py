@@ -205,7 +205,7 @@ class Ring(RuleBasedStateMachine):
         assert counts["dropped"] == len(self.dropped)
         waiting = [group for group in self.ledger.groups if group.step is None]
         num_taken = counts["released"] + counts["taken"]
-        for rank, due in enumerate(sorted(group.due for group in waiting if group.due >= 0)):
+        for rank, due in enumerate(sorted(group.due_after for group in waiting if group.due_after >= 0)):
             batches_before = rank // self.ledger.groups_per_step
             assert num_taken + batches_before * self.ledger.groups_per_step <= due, "a batch has passed too many"
         if counts["in_flight"] == 0 and counts["finished"] >= self.ledger.groups_per_step:

@@ -254,6 +254,13 @@ def test_what_runs_on_nodes_is_python_3_9_and_needs_nothing_installed(name):
     assert {each.split(".")[0] for each in names} <= sys.stdlib_module_names | needed
 
 
+def test_a_test_that_takes_too_long_on_a_busy_node_says_that_it_is_busy(monkeypatch):
+    for load, said in ((1.0, "no result in 0 s"), (80.0, "no result in 0 s; this node is busy (load 80 on ")):
+        monkeypatch.setattr(probe.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        monkeypatch.setattr(probe.os, "cpu_count", lambda: 2)
+        assert probe.child(["-c", "import time; time.sleep(60)"], 0.2)["error"].startswith(said)
+
+
 def test_ranks_of_the_measured_broadcast_are_told_their_host_and_interface_unless_the_user_names_them(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.setenv("SLURM_JOB_ID", "12")

@@ -28,7 +28,7 @@ from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.metrics.curves import Curve
 from rlhpc.metrics.tensorboard import Recorder
 from rlhpc.protocol.errors import EXIT_CONFIG
-from rlhpc.roles.controller.guard import GuardEntry, GuardFile
+from rlhpc.roles.controller.guarding import GuardEntry, GuardFile
 from rlhpc.roles.controller.run_status import TimelineEntry
 from tests.unit.launch.runs_kit import TextRun, launcher_elsewhere
 from tests.unit.launch.site_kit import plan_of

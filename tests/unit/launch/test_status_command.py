@@ -32,7 +32,7 @@ from rlhpc.metrics.names import find_metric
 from rlhpc.protocol.messages import Heartbeat, Hello
 from rlhpc.protocol.types import SamplingParams
 from rlhpc.rewards.outcomes import DIED, FAILURES, FIGURES, PREFIX, TIMED_OUT, TaskCounts, by_task
-from rlhpc.roles.controller.guard import GuardEntry, GuardFile
+from rlhpc.roles.controller.guarding import GuardEntry, GuardFile
 from rlhpc.roles.controller.leases import ProcessRegistry
 from rlhpc.roles.controller.recorder import verifier_figures
 from rlhpc.roles.controller.run_status import StatusBoard

@@ -51,8 +51,8 @@ from rlhpc.protocol.types import (
     TensorSpec,
     WeightManifest,
 )
-from rlhpc.roles.controller.batches import RANK_0, StepRecord, TrainerLink
-from rlhpc.roles.controller.guard import GuardFile, Guarding
+from rlhpc.roles.controller.batch_maker import RANK_0, StepRecord, TrainerLink
+from rlhpc.roles.controller.guarding import GuardFile, Guarding
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.weight_sync import Canary, WeightSync, WeightSyncLimits, transport_choice
 from rlhpc.weights.choice import Membership

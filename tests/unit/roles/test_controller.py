@@ -22,9 +22,9 @@ from rlhpc.config.tables_algorithm import AlgorithmConfig, GuardConfig
 from rlhpc.protocol.errors import ChannelTimeout, GuardStop, TrainingError
 from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES, Heartbeat, Hello, Reregister, TrainerReady
 from rlhpc.protocol.types import RolloutGroup
-from rlhpc.roles.controller.batches import RANK_0, TrainerLink
+from rlhpc.roles.controller.batch_maker import RANK_0, TrainerLink
 from rlhpc.roles.controller.controller import RunProcesses, assemble
-from rlhpc.roles.controller.guard import MAX_REFUSED_STEPS, GuardEntry, GuardFile, read_guard_file
+from rlhpc.roles.controller.guarding import MAX_REFUSED_STEPS, GuardEntry, GuardFile, read_guard_file
 from rlhpc.roles.controller.leases import ProcessRegistry
 from rlhpc.roles.controller.persistence import DiskLane
 from rlhpc.roles.controller.recorder import training_figures

@@ -21,20 +21,10 @@ from rlhpc.base.patience import DISK_PATIENCE_S
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.buffer import RolloutBuffer
-from rlhpc.buffer.history import (
-    Admitted,
-    Began,
-    GroupEventLog,
-    Position,
-    RecordedStep,
-    Replay,
-    RolloutJournal,
-    Trained,
-    open_journal,
-    read_history,
-)
+from rlhpc.buffer.history import Admitted, Began, GroupEventLog, Position, RecordedStep, Replay, Trained, read_history
 from rlhpc.buffer.journal import JournalFiles, journal_paths
 from rlhpc.buffer.prefixes import PartialLog
+from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import read_rollouts_directory, read_segment
 from rlhpc.config.rules import Config, with_values
 from rlhpc.config.tables_algorithm import AlgorithmConfig, CriticConfig
@@ -42,7 +32,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import CheckpointError, OwnershipLost
 from rlhpc.protocol.messages import BATCHES, SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.protocol.types import PackedBatch, PackedMinibatch
-from rlhpc.roles.controller.batches import RANK_0, TrainerLink
+from rlhpc.roles.controller.batch_maker import RANK_0, TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.persistence import LONGEST_CHECKPOINT_PAUSE_S, DiskWriter
 from rlhpc.roles.controller.state import (

@@ -25,7 +25,7 @@ from rlhpc.buffer.segments import SegmentWriter, read_rollouts_directory
 from rlhpc.metrics.tensorboard import Recorder
 from rlhpc.protocol.errors import JournalError, SegmentError
 from rlhpc.protocol.types import Prefix, RolloutGroup
-from rlhpc.roles.controller.guard import GuardEntry, GuardFile, read_guard_file
+from rlhpc.roles.controller.guarding import GuardEntry, GuardFile, read_guard_file
 from rlhpc.roles.controller.leases import ProcessRegistry
 from rlhpc.roles.controller.run_status import StatusBoard, summarise
 from rlhpc.roles.controller.state import Totals

@@ -20,7 +20,7 @@ import pytest
 from rlhpc.base import patience
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason
-from rlhpc.buffer.history import START, open_journal, read_history
+from rlhpc.buffer.history import START, read_history
 from rlhpc.buffer.prefixes import (
     PartialIntake,
     PartialLog,
@@ -29,6 +29,7 @@ from rlhpc.buffer.prefixes import (
     partial_paths,
     read_partials,
 )
+from rlhpc.buffer.rollout_journal import open_journal
 from rlhpc.protocol.errors import JournalError
 from rlhpc.protocol.messages import LEASES, CancelGroup, Delivered, Delivery, LeaseProgress, ShowWhole
 from rlhpc.protocol.types import Prefix, SamplingParams

@@ -33,7 +33,7 @@ from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.messages import Hello, StepReport, WeightsLive
 from rlhpc.protocol.types import PackedBatch, RolloutGroup, Verdict
 from rlhpc.rewards.outcomes import ErrorGate
-from rlhpc.roles.controller.batches import StepRecord
+from rlhpc.roles.controller.batch_maker import StepRecord
 from rlhpc.roles.controller.leases import IntakeStats, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane
 from rlhpc.roles.controller.recorder import (

@@ -21,7 +21,7 @@ from rlhpc.protocol.errors import LedgerError
 from rlhpc.protocol.messages import BATCHES, BatchRows, StepReport
 from rlhpc.protocol.types import PackedBatch, RolloutGroup
 from rlhpc.roles.controller import batches as batch_maker
-from rlhpc.roles.controller.batches import RANK_0, BatchMaker, MadeBatch, TrainerLink
+from rlhpc.roles.controller.batch_maker import RANK_0, BatchMaker, MadeBatch, TrainerLink
 from tests.engines.memory_channel import MemoryClient, MemoryServer
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import FakeGenerator, SmallRing, make_buffer, prompt, scored, small_config, small_ring

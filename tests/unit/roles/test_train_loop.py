@@ -17,7 +17,7 @@ from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import AlgorithmConfig
 from rlhpc.protocol.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
 from rlhpc.protocol.messages import StepReport
-from rlhpc.roles.controller.batches import StepRecord
+from rlhpc.roles.controller.batch_maker import StepRecord
 from rlhpc.roles.controller.train_loop import Lockstep, compare
 from rlhpc.roles.controller.weight_sync import WeightSyncLimits
 from tests.patience import PATIENCE_S

@@ -38,7 +38,7 @@ from rlhpc.protocol.messages import (
     TrainerReady,
 )
 from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch
-from rlhpc.roles.controller.batches import TrainerLink
+from rlhpc.roles.controller.batch_maker import TrainerLink
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.trainer import trainer as command_stream
 from rlhpc.roles.trainer.trainer import CommandStream, TrainerHeartbeat

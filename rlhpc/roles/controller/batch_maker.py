@@ -30,7 +30,7 @@ from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import ChannelTimeout, ProtocolError
 from rlhpc.protocol.messages import BatchRows, StepReport, TrainerReady
 from rlhpc.protocol.types import PackedBatch, PackedMinibatch, RolloutGroup
-from rlhpc.roles.controller.guard import NOTHING, GuardNote
+from rlhpc.roles.controller.guarding import NOTHING, GuardNote
 
 # ---------------------------------------------------------------------------------------------------------- step record
 #
