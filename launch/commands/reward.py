@@ -54,6 +54,11 @@ def judge_records(options: argparse.Namespace) -> int:
         validate_task(part, config.rewards.task_arguments.get(part, {}))
     check_sandbox(config.sandbox, is_needed=is_code(config, options.task))
     records = _records(file)
+    if not records:
+        raise ConfigError(
+            f"{file or 'standard input'}: holds no record; legal: one JSON object per line, with fields "
+            f"{options.completion!r} and {field!r}"
+        )
     end = _thinking_end(config, options.task)
     completions = [answer_of(record.text(options.completion, "--completion"), end)[0] for record in records]
     references = [_reference(record, field, options.completion) for record in records]

@@ -255,6 +255,9 @@ def _whose(fault: str, sources: tuple[str, str], typed: Sequence[str]) -> str:
     typed: keys that overrides brought.
     """
     first = re.split(r"[=: ]", fault, maxsplit=1)[0].strip("[]")
+    section = Config.model_fields.get(first.partition(".")[0])
+    if ": missing; " in fault and section is not None and section.is_required():
+        return sources[0]  # also where overrides alone have keys of a table that every run file needs
     if any(f"{first}.".startswith(f"{key}.") for key in typed):
         return sources[1]
     values = fault.partition("; legal: ")[0]
@@ -285,6 +288,9 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
         )
     if detail["type"] == "tuple_type" and key in _SECTIONS:
         return f"{key}={shown(detail['input'])}: legal: a table [{key}], or several [[{key}]]"
+    is_word = detail["type"] == "model_type" and key in _SECTIONS and isinstance(detail["input"], str)
+    if is_word and (places := _keys_called(key)):
+        return f"{key}={shown(detail['input'])}: legal: a table (did you mean {' or '.join(places[:MOST_HINTS])}?)"
     if detail["type"] == "missing" and key in _SECTIONS:
         return f"[{key}]: missing; required in it: {_required(key)}"
     if detail["type"] == "extra_forbidden":
@@ -351,6 +357,11 @@ def _places_of(name: str) -> list[str]:
     similar = nearest(name, sorted({*keys.values()}), cutoff=0.8)
     wanted = name if name in keys.values() else similar[0] if similar else None
     return sorted((place for place, key in keys.items() if key == wanted), key=_rarity)
+
+
+def _keys_called(name: str) -> list[str]:
+    """Every place at which a key has exactly this name."""
+    return [place for place in _places_of(name) if place.rpartition(".")[2] == name]
 
 
 def _rarity(place: str) -> int:

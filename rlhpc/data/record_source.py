@@ -133,7 +133,8 @@ class Record:
         part = name[len(inside) + 1 if inside else 0 :].partition(".")[0]
         meant = [".".join(filter(None, (inside, near))) for near in nearest(part, names)]
         hint = f" (did you mean {meant[0]}?)" if meant else ""
-        return f"no field {name!r}, which {key} names; {what} {has}{hint}"
+        chosen = "; data.prompt_field says which is asked" if (key, name) == ("data.prompt_template", "prompt") else ""
+        return f"no field {name!r}, which {key} names; {what} {has}{hint}{chosen}"
 
     def _as_text(self, name: str, key: str) -> str:
         """`key` of the run file names the field."""

@@ -270,6 +270,7 @@ def test_a_key_in_the_wrong_table_is_answered_with_the_right_ones(run_file: Path
         ("trainer.lerning_rate=1", "command line: trainer.lerning_rate=1: unknown key"),
         ("run.num_steps=many", "command line: run.num_steps='many': legal: "),
         ("run=3", "command line: run=3: legal: "),
+        ("environment=x:y", "command line: environment='x:y': legal: a table (did you mean data.environment?)"),
         ("data.0.weight=-1", "command line: data.weight=-1: legal: "),
         ("generation.top_p=0.5", "command line: generation.top_p=0.5: unknown key"),
         ("trainer.warmup_steps=500", "command line: trainer.warmup_steps=500 is more than run.num_steps="),
@@ -285,6 +286,18 @@ def test_a_fault_is_put_down_to_whoever_brought_the_key(run_file: Path, word: st
     with pytest.raises(ConfigError) as error:
         load_config(run_file, [word])
     assert str(error.value).startswith(whose.replace("{run_file}", str(run_file)))
+
+
+def test_a_key_that_every_run_file_needs_is_missing_in_the_run_file(run_file: Path) -> None:
+    lines = run_file.read_text().splitlines()
+    without = [line for line in lines if not line.startswith("token_budget")]
+    assert len(without) == len(lines) - 1
+    run_file.write_text("\n".join(each for each in without if each != "[trainer]"))
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file, ["trainer.device=cpu"])
+    assert f"{run_file}: trainer.token_budget: missing; it has no default" in str(error.value)
+    with pytest.raises(ConfigError, match=r"^command line: evaluation\.path: missing"):
+        load_config(run_file, ["trainer.token_budget=99", "evaluation.prompts=3"])
 
 
 def test_of_a_key_that_is_set_twice_the_last_value_holds(run_file: Path) -> None:

@@ -99,6 +99,7 @@ def test_columns_of_a_table_stand_below_each_other_also_beside_wide_and_combined
 
 
 def test_half_of_a_surrogate_pair_comes_out_of_a_conversion_as_it_went_in(said, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800 é"}\n{"prompt": "é"}\n')
     said("convert", "half.jsonl", "out.jsonl")
     assert [each.fields["prompt"] for each in read_records(tmp_path / "out.jsonl")] == ["\ud800 é", "é"]
@@ -286,6 +287,7 @@ def test_a_composite_is_judged_whose_parts_are_given_on_the_command_line(tmp_pat
 
 @pytest.mark.starts
 def test_what_cannot_be_used_is_refused_before_anything_is_judged(file, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "half.jsonl").write_text('{"completion": "a", "reference": "a"}\n{"completion"')
     sections = "legal: rewards.…, sandbox.…, instructions.…, math.…, text.…, composite.…, judge.…, the others in --run"
     for typed, said in (
@@ -297,6 +299,10 @@ def test_what_cannot_be_used_is_refused_before_anything_is_judged(file, tmp_path
         ("regex FILE rewards.timeout_s=0", "rewards.timeout_s=0: legal: 0.01 or more"),
         ("regex FILE other.jsonl", "at most one file"),
         ("regex FILE --run none.toml", "none.toml: no such run file"),
+        (
+            f"regex {tmp_path}/empty.jsonl --reference r",
+            "holds no record; legal: one JSON object per line, with fields 'completion' and 'r'",
+        ),
         (f"regex {tmp_path}/none.jsonl", "none.jsonl cannot be read: No such file or directory"),
         (f"regex {tmp_path}/half.jsonl", "half.jsonl:2: malformed JSON"),
     ):
