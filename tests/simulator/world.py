@@ -32,7 +32,7 @@ from rlhpc.config.file import config_hash, write_resolved
 from rlhpc.protocol.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
 from rlhpc.protocol.types import PackedBatch, Prompt, ScoredRollout
-from rlhpc.roles.controller import batches
+from rlhpc.roles.controller import batch_maker
 from rlhpc.roles.controller.controller import assemble
 from rlhpc.roles.lifecycle import RoleContext, StopRequest, first_leaf
 from tests.engines.scripted_engine import Script
@@ -106,7 +106,7 @@ class World:
     def run(self) -> Outcome:
         """Let it happen."""
         problem = ""
-        in_a_thread = patch.object(batches, "SMALL_BATCH_TOKENS", 0 if self.seed % 2 else 1 << 14)
+        in_a_thread = patch.object(batch_maker, "SMALL_BATCH_TOKENS", 0 if self.seed % 2 else 1 << 14)
         clock = SimpleNamespace(sleep=self.loop.block, monotonic=self.loop.time)
         of_calls_that_block = patch.object(patience, "time", clock)
         with self.disk.installed(), in_silence(), in_a_thread, of_calls_that_block:
@@ -224,7 +224,7 @@ class World:
     def usurp(self, seconds: float) -> None:
         """Another attempt begins though controller and trainer are alive: nobody can hear them for a while.
 
-        When they wake they find out within a second, as roles/common/guard.py has it.
+        When they wake they find out within a second, as rlhpc/base/ownership.py has it.
         """
         processes = [self.processes[name] for name in (CONTROLLER, TRAINER)]
         for process in processes:

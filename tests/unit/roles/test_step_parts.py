@@ -20,7 +20,7 @@ from rlhpc.config.rules import Config, SmallestPart
 from rlhpc.protocol.errors import LedgerError
 from rlhpc.protocol.messages import BATCHES, BatchRows, StepReport
 from rlhpc.protocol.types import PackedBatch, RolloutGroup
-from rlhpc.roles.controller import batches as batch_maker
+from rlhpc.roles.controller import batch_maker
 from rlhpc.roles.controller.batch_maker import RANK_0, BatchMaker, MadeBatch, TrainerLink
 from tests.engines.memory_channel import MemoryClient, MemoryServer
 from tests.patience import PATIENCE_S
