@@ -29,6 +29,7 @@ from rlhpc.environments.tools import open_collection
 from rlhpc.models.adapter import (
     chosen_layers,
     matrices_of,
+    refuse_idle_stages,
     refuse_merged_tied_head,
     refuse_other_adapter,
     refuse_unserved_adapters,
@@ -380,6 +381,7 @@ def _refuse_unfit_adapters(config: Config, model: Mapping[str, Any], shape: Mode
     """Raise ConfigError for lora.targets that the model or vLLM has not, and an adapter not of these settings."""
     layers = chosen_layers(config.lora, matrices_of(shape.tensors))
     refuse_merged_tied_head(config, layers, is_tied=shape.is_tied)
+    refuse_idle_stages(config, layers, shape.num_layers)
     where = config.trainer.device  # engines are on GPUs where trainers are
     refuse_unserved_adapters(config, layers, model, device="" if where == "auto" else where)
     if config.lora.initial is not None:

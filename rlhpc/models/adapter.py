@@ -10,6 +10,7 @@ An adapted layer computes W x + scale · B A x (Hu et al. 2021, arXiv:2106.09685
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ Matrices = Mapping[str, tuple[int, int]]  # name of the module → (out, in)
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names: they choose experts
 _EXPERTS = ".experts."
+_NUMBER = re.compile(r"\blayers\.(\d+)\.")  # only the head has none
 
 
 def chosen_layers(settings: LoraConfig, matrices: Matrices) -> dict[str, tuple[int, int]]:
@@ -43,9 +45,11 @@ def chosen_layers(settings: LoraConfig, matrices: Matrices) -> dict[str, tuple[i
     for target in settings.targets:
         if not any(_is_meant(name, target) for name in able):
             legal = [*(role for role in ROLES if any(_role(name) == role for name in able)), *_last_parts(able)]
+            is_of_experts = any(_EXPERTS in f"{name}." and _is_part(name, target) for name in matrices)
+            why = " (experts of a mixture have no adapters)" if is_of_experts else near_hint(target, legal)
             raise ConfigError(
-                f"lora.targets={list(settings.targets)}: no layer of the model is {target!r}"
-                f"{near_hint(target, legal)}; legal: {', '.join(legal)}"
+                f"lora.targets={list(settings.targets)}: no layer of the model is {target!r}{why}; "
+                f"legal: {', '.join(legal)}"
             )
     return {name: shape for name, shape in able.items() if any(_is_meant(name, each) for each in settings.targets)}
 
@@ -81,6 +85,11 @@ def is_quantised(module: str) -> bool:
 def _is_meant(module: str, target: str) -> bool:
     """A role, or as PEFT reads its target_modules: the whole name of a module, or its last parts."""
     return _role(module) == target if target in ROLES else module == target or module.endswith(f".{target}")
+
+
+def _is_part(module: str, target: str) -> bool:
+    """Whether a module is, or is within, what a target names."""
+    return f".{target}." in f".{module}."
 
 
 def _last_parts(modules: Iterable[str]) -> list[str]:
@@ -129,6 +138,22 @@ def refuse_unserved_adapters(
     else:
         return
     raise ConfigError(f"{why}, or weights.form='merged'")
+
+
+def refuse_idle_stages(config: Config, layers: Collection[str], num_layers: int) -> None:
+    """Raises ConfigError if a stage of Megatron's pipeline, or a chunk of its layers, would have nothing to train."""
+    trainer = config.trainer
+    num_blocks = trainer.pipeline_parallel * trainer.chunks_per_stage
+    per_block = num_layers // num_blocks
+    numbers = [_NUMBER.search(name) for name in layers]
+    idle = set(range(num_blocks)) - {int(number[1]) // per_block if number else num_blocks - 1 for number in numbers}
+    if idle:
+        first = min(idle) * per_block
+        raise ConfigError(
+            f"trainer.pipeline_parallel={trainer.pipeline_parallel} with lora.targets={list(config.lora.targets)}: the "
+            f"stage of layers {first} to {first + per_block - 1} would have nothing to train; legal: "
+            "pipeline_parallel=1, or lora.targets in every stage, such as 'attention'"
+        )
 
 
 def adapter_specs(layers: Matrices, rank: int) -> tuple[TensorSpec, ...]:

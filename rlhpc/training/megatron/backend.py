@@ -245,10 +245,10 @@ class MegatronBackend(OptimizerBackend):
         self._dp_rank: int = parallel_state.get_data_parallel_rank()
         self._exchange = Exchange()
         self._reference = HeldParameters(rank_model.parameters)
-        if rank_model.adapters is not None:
+        self._lora = lora = None if rank_model.adapters is None else rank_model.adapters.lora
+        if lora is not None:
             from rlhpc.training.lora import AdapterReference  # loads transformers: see model_config.py
 
-            self._lora = lora = rank_model.adapters.lora
             self._adapter_form, self._adapter_record = lora.form, lora.record
             self._reference = AdapterReference(lora, lambda: [p.detach() for p in lora.parameters.values()])
         # Losses are computed on the last stage; its first rank reports for all, being tensor, context and data rank 0.
@@ -437,7 +437,16 @@ class MegatronBackend(OptimizerBackend):
             self._saver.close()
             self._reference.release()
             self._model.forget_last_tokens()
-            del self._saver, self._state, self._schedule, self._optimizer, self._reference, self._average, self._model
+            del (
+                self._saver,
+                self._state,
+                self._schedule,
+                self._optimizer,
+                self._reference,
+                self._average,
+                self._model,
+                self._lora,
+            )
             self._undo.close()
             # Megatron's modules, buffers and hooks refer to each other, and keep their groups' threads alive.
             gc.collect()

@@ -23,7 +23,6 @@ that of its own tokens: such parameters are marked, and Megatron sums their grad
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,9 +40,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhpc.config.rules import Config
-from rlhpc.models.adapter import A, B, base_digest, chosen_layers, refuse_merged_tied_head
+from rlhpc.models.adapter import A, B, base_digest, chosen_layers, refuse_idle_stages, refuse_merged_tied_head
 from rlhpc.models.shape import ParallelLayout
-from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.backends import merged
 from rlhpc.training.lora import Lora, Switch, initial_tensors
 from rlhpc.training.megatron.hf_layout import (
@@ -61,7 +59,6 @@ from rlhpc.training.megatron.hf_weights import tensor_rank
 # ----------------------------------------------------------------------------------------------------------------- maps
 
 WEIGHT = ".weight"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def adapter_maps(maps: Sequence[ParameterMap], chosen: Collection[str], rank: int) -> tuple[ParameterMap, ...]:
@@ -260,8 +257,7 @@ def attach_adapters(
     matrices = {_module(t): (t.shape[0], t.shape[1]) for base in bases for t in base.tensors if _is_matrix(base, t)}
     layers = chosen_layers(config.lora, matrices)
     refuse_merged_tied_head(config, layers, is_tied=bool(model.tie_word_embeddings))
-    adapted = [base for base in bases if any(_module(tensor) in layers for tensor in base.tensors)]
-    _refuse_idle_blocks(config, adapted, layout, model.num_hidden_layers)
+    refuse_idle_stages(config, layers, model.num_hidden_layers)
     lora = Lora(
         settings=config.lora,
         is_merged=config.weights.form == "merged",
@@ -278,9 +274,9 @@ def attach_adapters(
     for frozen in lora.base.values():
         frozen.requires_grad_(False)
     beside = {}
-    for base in adapted:
-        layer: Any = modules.get(base.name.removesuffix(WEIGHT))
-        if layer is not None:  # of this stage
+    for base in bases:
+        layer: Any = modules.get(base.name.removesuffix(WEIGHT))  # None: of another stage
+        if layer is not None and any(_module(tensor) in layers for tensor in base.tensors):
             kind = ParallelHeadAdapter if base.name == HEAD else ParallelAdapter
             layer.adapter = beside[base.name] = kind(layer, base, layers, lora, device)
             if base.name != HEAD:
@@ -306,23 +302,6 @@ def _fill(adapters: RankAdapters, config: Config, layout: ParallelLayout) -> Non
             shard = place.shard_of(tensor_rank(layout))
             parameter.copy_(to_local(place, lambda key, index: given[key][index], shard, torch.float32))
             adapters.lora.parameters[hf_name] = parameter
-
-
-def _refuse_idle_blocks(
-    config: Config, adapted: Sequence[ParameterMap], layout: ParallelLayout, num_layers: int
-) -> None:
-    """Raises ConfigError if some stage of the pipeline, or chunk of its layers, would have nothing to train."""
-    num_blocks = layout.pipeline * layout.chunks
-    per_block = num_layers // num_blocks
-    found = [_LAYER.search(base.name) for base in adapted]
-    missing = set(range(num_blocks)) - {int(layer[1]) // per_block if layer else num_blocks - 1 for layer in found}
-    if missing:
-        first = min(missing) * per_block
-        raise ConfigError(
-            f"lora.targets={list(config.lora.targets)} with trainer.pipeline_parallel={layout.pipeline}: layers "
-            f"{first} to {first + per_block - 1} have no adapter, and the stage that has them would have nothing to "
-            "train; legal: trainer.pipeline_parallel=1, or lora.targets in every stage, such as 'attention'"
-        )
 
 
 def _add(

@@ -188,8 +188,9 @@ def test_a_target_that_is_no_layer_is_refused_with_the_nearest(adapted, targets,
 def test_experts_and_their_router_have_no_adapter(tmp_path):
     model = make_tiny_checkpoint(tmp_path, family="qwen3_moe", hidden=32, tied=False)
     assert all("self_attn" in name for name in layers_of(model, ["attention"]))
-    for target in ("mlp", "gate", "experts"):
-        with pytest.raises(ConfigError, match=f"no layer of the model is '{target}'"):
+    reason = r" \(experts of a mixture have no adapters\)"
+    for target, why in (("gate", ""), ("mlp", reason), ("experts", reason), ("down_proj", reason)):
+        with pytest.raises(ConfigError, match=f"no layer of the model is '{target}'{why}; legal: "):
             layers_of(model, [target])
 
 
