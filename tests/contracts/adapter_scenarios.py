@@ -55,6 +55,20 @@ def versions_after_steps(rank: Rank, *, model: Path, steps: list[Rows], **settin
     return versions
 
 
+def close_a_version_early(rank: Rank, *, model: Path, rows: Rows, **settings: Any) -> list[Version]:
+    """The version before and after one of which rank 0 has taken a single tensor; the others send all of it."""
+    backend = rank.open(model, **settings)
+    train(rank, backend, rows)
+    before, weights = weights_of(backend), backend.weights()
+    for _ in weights:
+        break
+    weights.close()  # type: ignore[attr-defined]
+    after = weights_of(backend)
+    train(rank, backend, rows)
+    backend.close()
+    return [before, after]
+
+
 def base_of(backend: Any) -> dict[str, Tensor]:
     """The frozen weights of a backend, or this rank's part of them."""
     return {name: each.detach().clone() for name, each in backend._lora.base.items()}

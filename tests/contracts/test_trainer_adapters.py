@@ -17,6 +17,7 @@ from rlhpc.protocol.types import AdapterForm
 from rlhpc.training.checkpoint_export import export_adapter
 from tests.contracts.adapter_scenarios import (
     adapter_steps,
+    close_a_version_early,
     describe_adapters,
     four_bit_steps,
     same_base,
@@ -208,6 +209,18 @@ def test_a_merged_version_is_the_base_and_the_adapters_whatever_was_published_be
                 apart = (tensor - wanted).abs() / wanted.abs().clamp(min=1e-3)
                 assert apart.max() <= 2**-7  # a product that lies between two numbers goes either way
                 assert (apart == 0).float().mean() > 0.99
+
+
+@in_every_layout("deepspeed-zero3")
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_a_version_that_rank_0_closes_early_leaves_the_ranks_in_step(cluster, form, model_for, tmp_path):
+    lora = {"rank": 4, "targets": ALL}
+    directory, rows = model_for("qwen2-tied", cluster.name), packed(draw("qwen2-tied", 1)[0])
+    arguments = {"model": directory, "rows": rows, "form": form, "lora": lora}
+    before, after = cluster.run(close_a_version_early, tmp_path, **arguments)[0]
+    assert before
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 @in_every_layout("reference-dp1")
