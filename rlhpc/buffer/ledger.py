@@ -393,10 +393,13 @@ class Suspects:
 
 
 def _may_share(held: Mapping[int, GroupRecord], group: GroupRecord) -> bool:
-    """True if a generator that holds these groups may be given members of this one."""
+    """True if a generator that holds these groups may be given members of this one.
+
+    One that has a member of it in too large a company, from before the death of another generator, may have no more.
+    """
     together = {**held, group.group_id: group}
     limits = [other.company for other in together.values() if other.company != ANY_COMPANY]
-    return not limits or group.group_id in held or len(together) <= min(limits)
+    return not limits or len(together) <= min(limits)
 
 
 def _refuse_odd_message(

@@ -565,6 +565,18 @@ def test_a_suspect_waits_until_a_busy_generator_is_empty_and_then_has_it_to_itse
     assert ledger.grant("g-1", 4).group_id == 4
 
 
+def test_what_a_suspect_has_lost_goes_to_nobody_who_has_its_other_member_in_company() -> None:
+    ledger = make_ledger(ManualClock(), num_slots=8, group_size=2, max_attempts=2)
+    for prompt_id in (0, 1):
+        ledger.admit(make_prompt(prompt_id), 0)
+        for name in ("g-0", "g-1"):
+            assert ledger.grant(name, 1).group_id == prompt_id
+    ledger.forget_holder("g-0")
+    assert ledger.grant("g-1", 1) is None, "if it died of the one, the other would be out of attempts"
+    assert ledger.grant("g-2", 2).group_id == 0
+    assert ledger.grant("g-2", 1) is None
+
+
 def test_a_death_of_many_is_taken_for_a_nodes_and_slows_nobody_down() -> None:
     ledger = make_ledger(ManualClock(), num_slots=8, group_size=1, max_attempts=5)
     for prompt_id in range(8):
