@@ -509,6 +509,15 @@ class LoraConfig(Section):
             yield f"{quantization} with {key.trainer.zero_stage}: matrices of 4 bits are not shared out; legal: 1, 2"
 
     @rule
+    def adapters_stay_on_the_gpu(self, config: Config, key: Keys) -> Faults:
+        """`rank`: 0 with Megatron's `trainer.optimizer_offload`, which takes copies of bfloat16 parameters only."""
+        if self.rank and config.trainer.optimizer_offload and config.trainer.backend == "megatron":
+            yield (
+                f"{key.rank} with {key.trainer.optimizer_offload}: Megatron offloads the state of bfloat16 parameters "
+                "only, and adapters are float32; legal: optimizer_offload=false"
+            )
+
+    @rule
     def adapters_are_named_once(self, config: Config, key: Keys) -> Faults:
         """`targets`: each once."""
         if len(set(self.targets)) < len(self.targets):

@@ -163,6 +163,7 @@ CONTRADICTIONS = (
     case("adapters of a critic", key("lora.rank", 8, algorithm__advantage="gae", admission__active_sampling=False), "lora.rank=8 with algorithm.advantage='gae'", "legal: another advantage"),
     case("adapters and a reference that follows", key("lora.rank", 8, algorithm__kl_coefficient=0.1, algorithm__reference_every=5), "lora.rank=8 with algorithm.reference_every=5", "legal: reference_every=0"),
     case("adapters in Megatron's format", key("lora.rank", 8, trainer__backend="megatron", checkpoint__trainer_format="megatron"), "lora.rank=8 with checkpoint.trainer_format='megatron'", "legal: 'hf'"),
+    case("adapters and Megatron's offload", key("lora.rank", 8, trainer__backend="megatron", trainer__optimizer_offload=True, model__dtype="bfloat16"), "lora.rank=8 with trainer.optimizer_offload=true", "legal: optimizer_offload=false"),
     case("one layer twice", key("lora.rank", 8, lora__targets=["mlp", "mlp"]), "lora.targets=['mlp', 'mlp']", "legal: each once"),
     case("a final learning rate above that of adapters", key("lora.rank", 8, lora__learning_rate=1e-5, trainer__min_learning_rate=5e-5, trainer__lr_schedule="cosine"), "trainer.min_learning_rate=5e-05 is above lora.learning_rate=1e-05", "legal: 0 to 1e-05"),
     case("ages above the bound", key("algorithm.max_token_age", 1), "algorithm.max_token_age=1", "admission.max_staleness=1"),
