@@ -21,6 +21,15 @@ def receivers() -> dict[str, Receivers]:
     """By file."""
     nothing: dict[str, Any] = {}
     return {
+        "rlhpc/generation/adapter_slot.py": Receivers(
+            {
+                "runner": RUNNERS,
+                "runner.lora_manager": ("vllm.lora.worker_manager.LRUCacheWorkerLoRAManager",),
+                "manager": ("vllm.lora.model_manager.LRUCacheLoRAModelManager",),
+                "layer": ("vllm.lora.layers.ColumnParallelLinearWithLoRA", "vllm.lora.layers.LogitsProcessorWithLoRA"),
+            },
+            nothing,
+        ),
         "rlhpc/generation/vllm_core.py": Receivers(
             {
                 "self._llm": LLM,
@@ -54,6 +63,9 @@ def engine_arguments() -> frozenset[str]:
         engine_profile(config, seed=0, device="cuda")
         for config in (dry_config(), dry_config(kv_cache_bytes=1 << 30), exact)
     ]
+    profiles.append(
+        engine_profile(with_values(dry_config(), {"lora.rank": 8}), seed=0, device="cuda", adapted=["lm_head"])
+    )
     cards = [card_args(each, capability=major, can_compile=False) for each in profiles for major in range(13)]
     return frozenset(key for given in (*(each.engine_args for each in profiles), *cards) for key in given)
 
