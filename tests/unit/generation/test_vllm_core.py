@@ -225,13 +225,17 @@ class FrontEnd:
         self.request_states: dict[str, Any] = {}
         self.external_req_ids: dict[str, list[str]] = {}
         self.ended: dict[str, asyncio.Future[list[int]]] = {}
-        self.vllm_config, self.errored, self.dead_error = None, False, RuntimeError("the core is dead")
+        self.vllm_config = SimpleNamespace(lora_config=None)
+        self.errored, self.dead_error = False, RuntimeError("the core is dead")
         self.handing_out: asyncio.Task[None] | None = None
 
     async def get_output_async(self) -> dict[str, list[int]]:
         return await self.outputs_queue.get()
 
-    async def generate(self, prompt: Any, params: int, request_id: str, *, priority: int) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: int, request_id: str, *, lora_request: Any, priority: int
+    ) -> AsyncIterator[Any]:
+        assert lora_request is None
         name = f"{request_id}-suffix"
         detokenizer = SimpleNamespace(output_token_ids=list[int](), limit=params)
         self.request_states[name] = SimpleNamespace(detokenizer=detokenizer)
