@@ -125,12 +125,15 @@ def _aside(path: Path) -> Path:
 
 def _write(wandb: ModuleType, directory: Path, exported: ExportedRun) -> Path:
     run = _begun(wandb, directory, exported, "offline", project=PROJECT)
-    for row in exported.table.rows():
-        _log(run, row, float(exported.table.unix_times_s[0]))
     written, wanted = Path(run.settings.sync_dir), len(exported.table.steps)
-    if (num_steps := _num_written(wandb, run)) < wanted:
-        shutil.rmtree(written)
-        raise OSError(f"{num_steps} of {wanted} steps could be written: is the disk full?")
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, written)
+        undo.callback(wandb.teardown)  # first: the process that writes
+        for row in exported.table.rows():
+            _log(run, row, float(exported.table.unix_times_s[0]))
+        if (num_steps := _num_written(wandb, run)) < wanted:  # raises OSError for wandb's own log, too
+            raise OSError(f"{num_steps} of {wanted} steps could be written: is the disk full?")
+        undo.pop_all()
     return written
 
 
