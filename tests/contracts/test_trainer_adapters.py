@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.contracts.average_scenarios import average_steps
 from tests.contracts.reference_scenarios import ask_a_reference
 from tests.contracts.trainer_layouts import (
     ADAPTER_LAYOUTS,
+    EACH_WAY,
     EVERYDAY,
     LENGTHS,
     MIXTURE,
@@ -52,9 +54,15 @@ CASES = [
 ]
 
 
+def marks_of_adapters(layout: str, everyday: Collection[str]) -> tuple[pytest.MarkDecorator, ...]:
+    """Each way in which A and B are kept is tried by `make test-all`, every layout by `make soak-matrix`."""
+    is_rare = layout not in everyday and layout not in EACH_WAY
+    return (*marks_of(layout in everyday), *((pytest.mark.soak,) if is_rare else ()))
+
+
 def in_every_layout(*everyday: str) -> pytest.MarkDecorator:
     """For tests that take a cluster; everyday: those that `make test` holds, the rest is long."""
-    cases = [pytest.param(name, marks=marks_of(name in everyday)) for name in ADAPTER_LAYOUTS]
+    cases = [pytest.param(name, marks=marks_of_adapters(name, everyday)) for name in ADAPTER_LAYOUTS]
     return pytest.mark.parametrize("cluster", cases, indirect=True)
 
 
@@ -115,7 +123,7 @@ def test_five_steps_are_those_of_peft_and_torchs_adamw(cluster, any_model, lora,
 @pytest.mark.parametrize(
     "cluster",
     [
-        pytest.param(name, marks=marks_of(name in EVERYDAY))
+        pytest.param(name, marks=marks_of_adapters(name, EVERYDAY))
         for name in ("reference-dp2", "megatron-dp2", "megatron-ep2", "megatron-sp_ep2")
     ],
     indirect=True,
