@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launch.demo.warm_start import save_checkpoint
+from launch.demo.warm_start import save_checkpoint, save_model
 from rlhpc.protocol.errors import ConfigError
 
 HEAD_SIZE, NUM_HEADS = 32, 2  # the smallest head that vLLM's CPU attention has
@@ -68,7 +68,7 @@ def make_stand_in(directory: Path, like: Path | None = None, *, seed: int = 0) -
     if like is None:
         save_checkpoint(model, make_byte_tokenizer(), directory)
     else:
-        model.save_pretrained(directory)
+        save_model(model, directory)
         for pattern in (*_TOKENIZER_FILES, "generation_config.json"):
             for file in sorted(like.glob(pattern)):
                 shutil.copyfile(file, directory / file.name)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -38,6 +39,7 @@ from launch.demo.task import (
     save_tokenizer,
 )
 from rlhpc.base.files import write_atomically
+from rlhpc.base.processes import variables_set
 
 MARKER = "warm_start.json"  # written last: a directory without it is not complete
 _FORMAT = 2  # part of the hash; raise it when the same recipe comes to mean other weights
@@ -234,14 +236,21 @@ def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
     model.generation_config = GenerationConfig(
         bos_token_id=of_model.bos_token_id, eos_token_id=of_model.eos_token_id, pad_token_id=of_model.pad_token_id
     )
+    save_model(model, directory)
+    save_tokenizer(tokenizer, directory)
+
+
+def save_model(model: Any, directory: Path) -> None:
+    """Write the files of a transformers model without a word."""
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # a bar for one file of a megabyte
     try:
-        model.save_pretrained(directory)
+        # Where accelerate is installed it loads DeepSpeed, which would print that it has found no GPU.
+        with variables_set({"DS_ACCELERATOR": "cpu"}, "PYTORCH_NVML_BASED_CUDA_CHECK"):
+            model.save_pretrained(directory)
     finally:
         if had_bars:
             transformers_logging.enable_progress_bar()
-    save_tokenizer(tokenizer, directory)
 
 
 def read_marker(marker: Path, fingerprint: str) -> WarmStart | None:
