@@ -312,7 +312,7 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
 def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
     """Bytes of every bucket that new weights travel in."""
     if sends_adapters(config):
-        specs = adapter_specs(chosen_layers(config.lora, matrices_of(shape.tensors)), config.lora.rank)
+        specs = _specs_of_adapters(config, shape)
         sizes, ends = [4 * prod(spec.shape) for spec in specs], plan_buckets(specs, config.weights.bucket_bytes)
         return tuple(sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
     return _bucket_sizes(shape, config.model.dtype, config.weights.bucket_bytes)
@@ -320,8 +320,11 @@ def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
 
 def num_adapter_parameters(config: Config, shape: ModelShape) -> int:
     """Numbers of all A and B.  Raises ConfigError for targets that are no layers of the model."""
-    layers = chosen_layers(config.lora, matrices_of(shape.tensors))
-    return sum(config.lora.rank * (rows + columns) for rows, columns in layers.values())
+    return sum(prod(spec.shape) for spec in _specs_of_adapters(config, shape))
+
+
+def _specs_of_adapters(config: Config, shape: ModelShape) -> tuple[TensorSpec, ...]:
+    return adapter_specs(chosen_layers(config.lora, matrices_of(shape.tensors)), config.lora.rank)
 
 
 @cache  # a mixture has 20,000 tensors, and advice tries dozens of settings that leave the buckets as they are
