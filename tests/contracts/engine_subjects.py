@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -194,6 +194,12 @@ class VllmSubject(Subject):
         self._device = device
         self._reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._base = {name: tensor.detach().clone() for name, tensor in self._reference.named_parameters()}
+
+    @property
+    def worker(self) -> Any:
+        """The engine's worker, if it runs on a thread of this process."""
+        engine: Any = self.engine
+        return engine._llm._core.model_executor.driver_worker.worker
 
     @classmethod
     async def start(

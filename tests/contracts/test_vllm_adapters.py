@@ -60,16 +60,14 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pad
 
 def slot_of(subject: VllmSubject) -> AdapterSlot:
     """Of the engine, which runs on a thread of this process."""
-    worker: Any = subject.engine._llm._core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
-    found = worker._rlhpc_slot
+    found = subject.worker._rlhpc_slot
     assert isinstance(found, AdapterSlot)
     return found
 
 
 def parameters_of(subject: VllmSubject) -> list[torch.Tensor]:
     """Copies of what the engine's model has besides the slot."""
-    worker: Any = subject.engine._llm._core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
-    return [parameter.detach().clone() for parameter in worker.model_runner.get_model().parameters()]
+    return [parameter.detach().clone() for parameter in subject.worker.model_runner.get_model().parameters()]
 
 
 async def scored(subject: VllmSubject) -> Any:

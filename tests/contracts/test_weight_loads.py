@@ -39,8 +39,7 @@ async def subject(
 
 def reload_of(subject: VllmSubject) -> WeightReload:
     """Of the engine, which runs on a thread of this process."""
-    worker: Any = subject.engine._llm._core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
-    found = worker._rlhpc_reload
+    found = subject.worker._rlhpc_reload
     assert isinstance(found, WeightReload)
     return found
 
