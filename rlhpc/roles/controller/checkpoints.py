@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from rlhpc.base.ownership import Fence
 from rlhpc.base.patience import Patience
@@ -25,18 +26,42 @@ from rlhpc.protocol.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.protocol.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.roles.controller.batch_maker import TrainerLink
 from rlhpc.roles.controller.persistence import LONGEST_CHECKPOINT_PAUSE_S, DiskWriter, at_once
-from rlhpc.roles.controller.state import (
-    ControllerState,
-    SavedState,
-    Totals,
-    delete_needless_journals,
-    write_saved_state,
-)
 from rlhpc.training.checkpoint_directory import KnownCheckpoints, begin, complete, discard, prune
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 log = logging.getLogger("rlhpc.checkpoint")
+
+
+class FrozenPart(Protocol):
+    """The controller's part of one checkpoint, as it was when that was asked for."""
+
+    def prepare(self) -> None:
+        """Write what must be on disk before the checkpoint; in the lane of segments.  Raises SegmentError."""
+
+    def write(self, directory: Path) -> None:
+        """Write the part, in the lane of checkpoints.  Raises SegmentError, OSError."""
+
+
+class OwnPart(Protocol):
+    """What the controller saves, and what it has to do with other checkpoints."""
+
+    @property
+    def attempt(self) -> int:
+        """Number of this attempt of the run."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """True where no checkpoint may be deleted at present."""
+
+    def freeze(self, step: int, policy_version: int) -> FrozenPart:
+        """Take a snapshot, before anything can be delivered."""
+
+    def delete_needless(self, steps: Sequence[int]) -> None:
+        """Delete what no checkpoint of these steps needs.  Raises CheckpointError, JournalError, OSError."""
+
+    def left_out(self) -> None:
+        """Count a checkpoint that could not be written."""
 
 
 class CheckpointWriter:
@@ -47,20 +72,16 @@ class CheckpointWriter:
         layout: RunLayout,
         keep: int,
         trainer: TrainerLink,
-        state: ControllerState,
+        own: OwnPart,
         disk: DiskWriter,
         *,
         fence: Fence | None = None,
         clock: Clock = time.monotonic,
         durable: Callable[[], Awaitable[None]] = at_once,
-        totals: Callable[[], Totals] | None = None,
     ) -> None:
-        """durable: returns once the journal has all that a checkpoint knows: the next attempt counts on from there.
-
-        totals: of the run at this moment; None: as they were when the last step was recorded.
-        """
-        self._durable, self._totals, self._disk = durable, totals or (lambda: state.totals), disk
-        self._layout, self._keep, self._trainer, self._state = layout, keep, trainer, state
+        """durable: returns once the journal has all that a checkpoint knows: the next attempt counts on from there."""
+        self._durable, self._disk = durable, disk
+        self._layout, self._keep, self._trainer, self._own = layout, keep, trainer, own
         self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
         self._report: asyncio.Future[SaveReport] | None = None
@@ -99,15 +120,15 @@ class CheckpointWriter:
         await self._ended()
         self._failure = None
         requested, final = time.monotonic(), self._layout.checkpoint(step)
-        write_own_part = self._freeze(step, policy_version)
+        frozen = self._own.freeze(step, policy_version)
         try:
-            temporary = await write_own_part(final)
+            temporary = await self._write_own(frozen, final)
         except CheckpointError as error:
             self._leave_out(error)
             self.raise_failure()
             return
         self._step, self._report = step, asyncio.get_running_loop().create_future()
-        manifest = {"step": step, "policy_version": policy_version, "attempt": self._state.attempt}
+        manifest = {"step": step, "policy_version": policy_version, "attempt": self._own.attempt}
         self._completing = asyncio.create_task(self._complete(self._report, temporary, final, manifest, requested))
         taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
@@ -140,37 +161,26 @@ class CheckpointWriter:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _freeze(self, step: int, policy_version: int) -> Callable[[Path], Awaitable[Path]]:
-        """Snapshot the controller's part, before anything can be delivered; return what writes it to disk.
+    async def _write_own(self, frozen: FrozenPart, final: Path) -> Path:
+        """Write the controller's part; return the directory to complete the checkpoint in.
 
-        That takes the path of the checkpoint, returns the directory to complete it in, and raises CheckpointError,
-        leaving nothing behind, or OwnershipLost.
+        Raises CheckpointError, leaving nothing behind, or OwnershipLost.
         """
-        state, fence = self._state, self._fence
-        frozen = state.buffer.freeze(step)
-        prompts, membership, totals = state.prompts.state(), state.membership.state(), self._totals().to_json()
-        guard, progress = state.guard.state(), state.progress.state()
+        try:
+            await self._disk.segments.run(frozen.prepare)
+        except SegmentError as error:
+            raise CheckpointError(f"{final}: the controller could not save: {error}") from error
+        return await self._disk.checkpoints.run(self._begun_with, frozen, final)
 
-        def write(final: Path, next_segment: int) -> Path:
-            self._check_ownership()
-            temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
-            try:
-                own = frozen.write(temporary, next_segment)
-                saved = SavedState(step, policy_version, own, prompts, membership, totals, guard, progress)
-                write_saved_state(temporary, saved)
-            except (SegmentError, OSError) as error:
-                discard(temporary)
-                raise CheckpointError(f"{final}: the controller could not save: {error}") from error
-            return temporary
-
-        async def write_own_part(final: Path) -> Path:
-            try:
-                next_segment = await self._disk.segments.run(frozen.seal)
-            except SegmentError as error:
-                raise CheckpointError(f"{final}: the controller could not save: {error}") from error
-            return await self._disk.checkpoints.run(write, final, next_segment)
-
-        return write_own_part
+    def _begun_with(self, frozen: FrozenPart, final: Path) -> Path:
+        self._check_ownership()
+        temporary = begin(final, self._fence.staging(final.parent) if self._fence is not None else None)
+        try:
+            frozen.write(temporary)
+        except (SegmentError, OSError) as error:
+            discard(temporary)
+            raise CheckpointError(f"{final}: the controller could not save: {error}") from error
+        return temporary
 
     async def _ended(self) -> None:
         """Wait for the end of the last one, whatever it is."""
@@ -202,9 +212,8 @@ class CheckpointWriter:
             return
         self._patience.succeeded()
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
-        may_delete = not self._state.guard.may_end_the_run  # else none from before the alarm might be left
         try:
-            await self._disk.checkpoints.run(self._delete_needless if may_delete else self._check_ownership)
+            await self._disk.checkpoints.run(self._check_ownership if self._own.keeps_all else self._delete_needless)
         except (CheckpointError, JournalError, OSError) as error:
             log.warning("%s", error)
         self.write_s = time.monotonic() - began
@@ -233,11 +242,11 @@ class CheckpointWriter:
         """Delete older checkpoints and journals than are kept.  Raises CheckpointError, JournalError, OSError."""
         self._check_ownership()
         prune(self._layout.checkpoints, self._keep, self._known)
-        delete_needless_journals(self._layout, [step for step, _ in self._known.steps()])
+        self._own.delete_needless([step for step, _ in self._known.steps()])
 
     def _leave_out(self, error: CheckpointError) -> None:
         """Skip this checkpoint; what older ones need is kept."""
         self._failure = error
         self._patience.failed(error)
-        self._state.totals.checkpoints_failed += 1
+        self._own.left_out()
         log.error("left out: %s", self._patience.trouble)

@@ -70,7 +70,7 @@ from rlhpc.roles.controller.leases import AwakeClock, LeaseDispatcher, ProcessRe
 from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling, PartialKeeping, PatientSealing
 from rlhpc.roles.controller.recorder import RunRecorder
 from rlhpc.roles.controller.run_status import StatusBoard, summarise
-from rlhpc.roles.controller.state import ControllerState, open_controller_state
+from rlhpc.roles.controller.state import ControllerState, StatePart, open_controller_state
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits, open_canary, transport_choice
 from rlhpc.roles.lifecycle import RoleContext, StopRequest, run_loop
@@ -150,8 +150,8 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
     # What a resume needs, and what people look at.
     sealing = PatientSealing(state.segments, clock=awake)
     checkpoints = CheckpointWriter(
-        layout=layout, keep=config.checkpoint.keep, trainer=trainer, state=state, disk=disk, fence=fence,
-        durable=journaling.durable, totals=partial(sink.counted_in, state.totals),
+        layout=layout, keep=config.checkpoint.keep, trainer=trainer, disk=disk, fence=fence, durable=journaling.durable,
+        own=StatePart(state, layout, partial(sink.counted_in, state.totals)),
     )  # fmt: skip
     board = StatusBoard(layout, config, registry, ledger, fence, writers=(journaling, sealing, checkpoints), gate=gate)
     open_recorder = partial(

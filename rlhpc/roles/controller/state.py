@@ -18,7 +18,7 @@ from rlhpc.algorithms.schedule import ScheduleProgress, learning_rate, rate_fact
 from rlhpc.base.files import write_atomically
 from rlhpc.base.patience import patiently
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.buffer.buffer import FrozenBuffer, RolloutBuffer
 from rlhpc.buffer.history import (
     START,
     Began,
@@ -263,6 +263,61 @@ class ControllerState:
     def ledger(self) -> AdmissionLedger:
         """Slots and leases of the buffer's groups."""
         return self.buffer.ledger
+
+
+@dataclass(slots=True)
+class FrozenState:
+    """The controller's part of one checkpoint (checkpoints.py)."""
+
+    buffer: FrozenBuffer
+    saved: SavedState  # without the buffer
+    next_segment: int = 0
+
+    def prepare(self) -> None:
+        """Seal the segments that it relies on.  Raises SegmentError."""
+        self.next_segment = self.buffer.seal()
+
+    def write(self, directory: Path) -> None:
+        """Write the part.  Raises SegmentError, OSError."""
+        own = self.buffer.write(directory, self.next_segment)
+        write_saved_state(directory, replace(self.saved, buffer=own))
+
+
+class StatePart:
+    """What a run of reinforcement learning saves in its checkpoints."""
+
+    def __init__(self, state: ControllerState, layout: RunLayout, totals: Callable[[], Totals] | None = None) -> None:
+        """totals: of the run at this moment; None: as they were when the last step was recorded."""
+        self._state, self._layout, self._totals = state, layout, totals or (lambda: state.totals)
+
+    @property
+    def attempt(self) -> int:
+        """Number of this attempt of the run."""
+        return self._state.attempt
+
+    @property
+    def keeps_all(self) -> bool:
+        """True while the guard may end the run: else no checkpoint from before the alarm might be left."""
+        return self._state.guard.may_end_the_run
+
+    def freeze(self, step: int, policy_version: int) -> FrozenState:
+        """Take a snapshot.  Raises LedgerError if a group was taken before this step and is not consumed."""
+        state = self._state
+        buffer = state.buffer.freeze(step)
+        prompts, membership, totals = state.prompts.state(), state.membership.state(), self._totals().to_json()
+        guard, progress = state.guard.state(), state.progress.state()
+        return FrozenState(buffer, SavedState(step, policy_version, {}, prompts, membership, totals, guard, progress))
+
+    def delete_needless(self, steps: Sequence[int]) -> None:
+        """Delete the journal files that none of these checkpoints needs.
+
+        Raises CheckpointError, JournalError, OSError.
+        """
+        delete_needless_journals(self._layout, steps)
+
+    def left_out(self) -> None:
+        """Count a checkpoint that could not be written."""
+        self._state.totals.checkpoints_failed += 1
 
 
 def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:

@@ -40,6 +40,7 @@ from rlhpc.roles.controller.state import (
     LearningRates,
     RunProgress,
     SavedState,
+    StatePart,
     Totals,
     _restore,
     progress_of,
@@ -133,7 +134,8 @@ async def desk(root: Path, keep: int = 2, fence: Fence | None = None) -> AsyncIt
 
     trainer = asyncio.create_task(take_snapshots())
     try:
-        writer = CheckpointWriter(layout, keep, TrainerLink(batches), state, DiskWriter(), clock=clock, fence=fence)
+        own = StatePart(state, layout)
+        writer = CheckpointWriter(layout, keep, TrainerLink(batches), own, DiskWriter(), clock=clock, fence=fence)
         yield Desk(layout, buffer, writer, asked, totals, clock, state)
     finally:
         trainer.cancel()
