@@ -187,6 +187,22 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreBatch:
+    """Controller → trainer: score the rows with this number, which were sent to every rank before; train nothing."""
+
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreReport:
+    """Trainer → controller: what the current policy says of those rows, summed over the loss tokens of all replicas."""
+
+    rows: int
+    num_loss_tokens: int
+    nll: float  # sum of −log p, nats
+
+
+@dataclass(frozen=True, slots=True)
 class FormGroup:
     """Controller → trainer: open the rendezvous of a new membership epoch."""
 
@@ -382,8 +398,8 @@ LEASES = ChannelSpec(
 )  # fmt: skip
 BATCHES = ChannelSpec(
     "batches", "controller", ("trainer",),
-    (TrainerReady, StepReport, PartReport, GroupOpened, PublishReport, SnapshotTaken),
-    (BatchRows, TrainBatch, FormGroup, PublishWeights, SaveCheckpoint, StopRole),
+    (TrainerReady, StepReport, PartReport, ScoreReport, GroupOpened, PublishReport, SnapshotTaken),
+    (BatchRows, TrainBatch, ScoreBatch, FormGroup, PublishWeights, SaveCheckpoint, StopRole),
     8,
     MAX_BATCH_BYTES,
 )  # fmt: skip

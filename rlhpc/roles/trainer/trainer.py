@@ -54,6 +54,8 @@ from rlhpc.protocol.messages import (
     PublishWeights,
     SaveCheckpoint,
     SaveReport,
+    ScoreBatch,
+    ScoreReport,
     SnapshotTaken,
     StepReport,
     StopRole,
@@ -241,7 +243,7 @@ class CommandStream:
         return tuple(int(replica) for replica in found)
 
     def next(self, interrupted: Callable[[], bool]) -> Any:
-        """Return the next command, a batch with the rows of this rank's replica alone.
+        """Return the next command, a batch with the rows of this rank's replica alone; of ScoreBatch these rows.
 
         interrupted: whether this process has been asked to leave.
         Raises KeyboardInterrupt if so; ProtocolError; RoleFailed when rank 0 is gone, or rows are lost.
@@ -254,7 +256,12 @@ class CommandStream:
                 if interrupted():
                     raise KeyboardInterrupt from None
                 raise RoleFailed(f"the trainer's ranks lost each other while waiting for a command: {error}") from error
-        return self._with_rows(command) if isinstance(command, TrainBatch) else command
+        match command:
+            case TrainBatch(number, batch):
+                return replace(batch, minibatches=self._rows_of(number, f", of step {batch.step},").minibatches)
+            case ScoreBatch(number):
+                return self._rows_of(number)
+        return command
 
     def _next_command(self, interrupted: Callable[[], bool]) -> Any:
         while not interrupted():
@@ -265,22 +272,23 @@ class CommandStream:
                 self._rows = message
         raise KeyboardInterrupt
 
-    def _with_rows(self, command: TrainBatch) -> PackedBatch:
-        while self._rows is None or self._rows.number < command.rows:
+    def _rows_of(self, number: int, step: str = "") -> BatchRows:
+        """Rows that were sent before their command.  step: that they are of, for people."""
+        while self._rows is None or self._rows.number < number:
             try:
                 message = self._channel.receive(ROWS_S)
             except ChannelTimeout as error:
                 raise RoleFailed(
-                    f"rank {self._rank} has not received rows {command.rows}, of step {command.batch.step}, within "
-                    f"{ROWS_S:g} s; {self._channel.statistics.messages_lost} messages of its channel were lost"
+                    f"rank {self._rank} has not received rows {number}{step} within {ROWS_S:g} s; "
+                    f"{self._channel.statistics.messages_lost} messages of its channel were lost"
                 ) from error
             if not isinstance(message, BatchRows):
-                raise ProtocolError("controller", type(message).__name__, f"rows {command.rows} are due")
+                raise ProtocolError("controller", type(message).__name__, f"rows {number} are due")
             self._rows = message
         rows, self._rows = self._rows, None
-        if rows.number != command.rows:
-            raise RoleFailed(f"rank {self._rank} has rows {rows.number}, and is to train rows {command.rows}")
-        return replace(command.batch, minibatches=rows.minibatches)
+        if rows.number != number:
+            raise RoleFailed(f"rank {self._rank} has rows {rows.number}, and is told of rows {number}")
+        return rows
 
     def _share(self, command: object) -> Any:
         """Send rank 0's command to all ranks: one broadcast, two for a long one."""
@@ -436,6 +444,8 @@ class Trainer:
                 self._train_part(command)
             case PackedBatch():
                 self._train(command)
+            case BatchRows():
+                self._score_rows(command)
             case FormGroup():
                 self._form(command)
             case PublishWeights():
@@ -546,6 +556,19 @@ class Trainer:
         mine = [minibatch.ranks[self._backend.dp_rank] for minibatch in batch.minibatches]
         logprobs = iter(self._backend.logprobs([row for rows in mine for row in rows], of_reference=True))
         return [list(islice(logprobs, len(rows))) for rows in mine]
+
+    def _score_rows(self, rows: BatchRows) -> None:
+        """Forward alone: −log p of loss tokens, summed in float64.  Every rank does it."""
+        self._heartbeat.now("scoring", "", self._version)
+        mine = [row for minibatch in rows.minibatches for row in minibatch.ranks[self._backend.dp_rank]]
+        nll = num_loss_tokens = 0.0
+        for row, logprobs in zip(mine, self._backend.logprobs(mine), strict=True):
+            nll -= float(logprobs.cpu().double().numpy()[row.loss_mask].sum())
+            num_loss_tokens += float(row.loss_mask.sum())
+        sums = self._backend.sum_over_replicas({"nll": nll, "num_loss_tokens": num_loss_tokens})
+        if self._channel is not None:
+            self._channel.send(ScoreReport(rows.number, int(sums["num_loss_tokens"]), sums["nll"]))
+        self._heartbeat.now("running", "batch", self._version)
 
     # -------------------------------------------------------------------------------------------------------- weights
 

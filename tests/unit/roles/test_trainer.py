@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,15 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.tables_algorithm import AlgorithmConfig
 from rlhpc.protocol.contracts import StepResult
 from rlhpc.protocol.errors import CheckpointError, ConfigError, ProtocolError
-from rlhpc.protocol.messages import PartReport, PublishReport, PublishWeights, SaveCheckpoint, SnapshotTaken, StepReport
+from rlhpc.protocol.messages import (
+    BatchRows,
+    PartReport,
+    PublishReport,
+    PublishWeights,
+    SaveCheckpoint,
+    SnapshotTaken,
+    StepReport,
+)
 from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.trainer.models import BatchFigures, open_policy
@@ -147,6 +156,25 @@ def test_a_publication_tells_how_the_published_weights_score_a_row(backend: Any,
     assert before.canary[0] == 0
     assert np.abs(after.canary - before.canary).max() > 1e-5
     assert without.canary is None
+
+
+def test_rows_are_scored_by_the_policy_as_it_is_and_nothing_is_trained(backend: Any, tmp_path: Path) -> None:
+    ear = Ear()
+    trainer, before = trainer_on(backend, tmp_path, ear), copied(backend)
+    rows = [pack_row(draw_samples((5, 9), seed=seed)) for seed in (0, 1)]
+    trainer.obey(BatchRows(3, tuple(PackedMinibatch(((row,),), num_loss_tokens([row]), 2) for row in rows)))
+    [report] = ear.answers
+    hf, nll = load_hf(tmp_path / "model").double(), 0.0
+    for row in rows:
+        for begin, end in itertools.pairwise(row.cu_seqlens.tolist()):
+            tokens = torch.from_numpy(row.token_ids[begin:end].astype(np.int64))
+            wanted = torch.where(torch.from_numpy(row.loss_mask[begin:end].copy()), tokens, -100)
+            with torch.no_grad():
+                logits = hf(input_ids=tokens[None]).logits[0, :-1]
+            nll += float(torch.nn.functional.cross_entropy(logits, wanted[1:], reduction="sum"))
+    assert (report.rows, report.num_loss_tokens) == (3, num_loss_tokens(rows))
+    assert report.nll == pytest.approx(nll, rel=1e-6)
+    assert same_weights(backend, before)
 
 
 def minibatches_of(

@@ -33,6 +33,7 @@ from rlhpc.protocol.messages import (
     Hello,
     PublishWeights,
     SaveReport,
+    ScoreBatch,
     StopRole,
     TrainBatch,
     TrainerReady,
@@ -109,11 +110,15 @@ async def test_ranks_get_all_commands_and_the_rows_of_their_replica_alone(tmp_pa
     await link.send_rows(3, second.minibatches)  # while the first is trained
     await link.tell(PublishWeights(1, 1, LONG_ROW))
     await link.tell(TrainBatch(3, replace(second, minibatches=())))
+    await link.send_rows(4, first.minibatches)
+    await link.tell(ScoreBatch(4))
     await link.tell(StopRole("done"))
     heard = await ranks
     await server.close()
-    for rank, (one, publish, other) in enumerate(heard):
+    for rank, (one, publish, other, scored) in enumerate(heard):
         assert np.array_equal(publish.canary, LONG_ROW)
+        assert isinstance(scored, BatchRows)
+        assert [len(rows) for rows in scored.minibatches[0].ranks] == [REPLICAS[rank] == k for k in (0, 1)]
         for batch, received in zip(batches, (one, other), strict=True):
             assert (received.step, received.order) == (batch.step, batch.order)
             for wanted, minibatch in zip(batch.minibatches, received.minibatches, strict=True):
@@ -145,7 +150,7 @@ class Ear:
 def test_rows_that_are_not_those_of_the_command_are_never_trained() -> None:
     batch = PackedBatch(0, 0, ())
     stream = CommandStream(Ear(BatchRows(2, ()), TrainBatch(1, batch)), 0, 1)  # type: ignore[arg-type]
-    with pytest.raises(RoleFailed, match="rank 0 has rows 2, and is to train rows 1"):
+    with pytest.raises(RoleFailed, match="rank 0 has rows 2, and is told of rows 1"):
         stream.next(lambda: False)
 
 

@@ -111,6 +111,8 @@ MESSAGES = [
     batch(1_100_000),  # arrays of 4.2 MiB: two frames each
     m.Hello("generator", 0, "abc", "hash", 123, "node-1", 2),
     m.Heartbeat("running", "", 3, 64, {"tokens_per_s": 1e4, "nan": float("inf")}),
+    m.ScoreBatch(4),
+    m.ScoreReport(4, 7, 1.5),
     m.StepReport(1, 2, True, {}),
     m.PartReport(1, 2),
     m.LeaseReturn(1, (0, 1), (None, lease().prefixes[1]), "draining", 0),
