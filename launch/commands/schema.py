@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from launch.plan.site_file import Site
-from rlhpc.config.file import sections
+from rlhpc.config.file import SEVERAL, sections
 from rlhpc.config.rules import Config
 from rlhpc.config.setting import Idle, Section, Usual, marks_of, rules_of
 from rlhpc.metrics.names import table_markdown
@@ -48,7 +48,7 @@ def schema_of(kind: str) -> str:
             table["properties"][field.alias or key]["description"] = meaning_of(models[name], key)
     if kind == "run":
         schema["$defs"]["DataConfig"].pop("required")  # `task`, which a source has of its own
-    for name in ("data", "evaluation") if kind == "run" else ():  # one table, or several
+    for name in SEVERAL if kind == "run" else ():  # one table, or several
         tables = schema["properties"][name]
         schema["properties"][name] = {"anyOf": [tables["items"], tables]}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"rlhpc {kind} file"}

@@ -206,7 +206,7 @@ MOST_HINTS = 2
 _ALIKE = 0.75  # names of sections, from here on: those of other systems are less
 OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")  # tables that no run file has
 OF_RUN_FILES = ("run", "model", "data", "admission")  # tables that no site file has, and every run file needs
-_RARE = ("evaluation", "critic", "judge", "lora")  # tables that few mean, the rarest last
+_RARE = ("evaluation", "critic", "judge", "lora", "sft", "demonstrations")  # tables that few mean, the rarest last
 
 
 def _legal(detail: ErrorDetails) -> str:
@@ -382,7 +382,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 _SECTIONS = sections()
 _KEYS = frozenset(key for model in _SECTIONS.values() for key in model.model_fields)
-SEVERAL = ("data", "evaluation")  # tables that may be there several times
+SEVERAL = ("data", "evaluation", "demonstrations")  # tables that may be there several times
 
 
 def _with_absolute_paths(config: Config) -> Config:
@@ -408,7 +408,7 @@ def _with_absolute_paths(config: Config) -> Config:
                     each.model_copy(update={"path": each.path and each.path.absolute()})
                     for each in getattr(config, name)
                 )
-                for name in ("data", "evaluation")
+                for name in SEVERAL
             },
         }
     )

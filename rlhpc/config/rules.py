@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rlhpc.config.setting import Faults, Keys, Section, faults, rule
 from rlhpc.config.tables import (
@@ -45,6 +46,8 @@ from rlhpc.config.tables_services import (
     SandboxConfig,
     TextConfig,
 )
+from rlhpc.config.tables_sft import DemonstrationsConfig, SftConfig
+from rlhpc.protocol.errors import ConfigError
 
 AUTO_PARTS = 4  # beyond them little is gained (python -m bench.admission)
 
@@ -67,8 +70,9 @@ def _as_several(value: object) -> object:
 
 # A run file has lists.
 Datasets = Annotated[
-    tuple[DataConfig, ...], BeforeValidator(_as_several), Field(strict=False, min_length=1, max_length=MOST_DATASETS)
+    tuple[DataConfig, ...], BeforeValidator(_as_several), Field(strict=False, max_length=MOST_DATASETS)
 ]
+Demonstrations = Annotated[tuple[DemonstrationsConfig, ...], BeforeValidator(_as_several), Field(strict=False)]
 Evaluations = Annotated[tuple[EvaluationConfig, ...], BeforeValidator(_as_several), Field(strict=False)]
 
 
@@ -77,6 +81,8 @@ class Config(Section):
 
     run: RunConfig
     model: ModelConfig
+    demonstrations: Demonstrations = ()
+    sft: SftConfig = SftConfig()
     data: Datasets
     curriculum: CurriculumConfig = CurriculumConfig()
     generation: GenerationConfig
@@ -106,6 +112,16 @@ class Config(Section):
     def run_directory(self) -> Path:
         """Absolute path of the run directory."""
         return (self.run.directory or Path("runs") / self.run.name).absolute()
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run is supervised fine-tuning: nothing is sampled, and nothing is judged."""
+        return self.run.stage == "sft"
+
+    @property
+    def longest_conversation(self) -> int:
+        """Most tokens of a demonstration."""
+        return self.sft.max_tokens or self.trainer.token_budget
 
     @property
     def has_seeded_samples(self) -> bool:
@@ -197,6 +213,34 @@ class Config(Section):
         return self.admission.group_size if most == "off" else most
 
     @rule
+    def there_are_prompts(self, config: Config, key: Keys) -> Faults:
+        """`[[data]]`, or `[[demonstrations]]` where supervised fine-tuning is all that is done: one or more."""
+        name = "demonstrations" if self.is_supervised else "data"
+        if not getattr(self, name):
+            yield f"{name}=[]: legal: 1 or more"
+
+    @rule
+    def a_stage_has_its_own_tables(self, config: Config, key: Keys) -> Faults:
+        """`run.stage` = `"sft"`: only `[run]`, `[model]`, `[[demonstrations]]`, `[sft]`, `[lora]`, `[trainer]`,
+        `[weights]`, `[checkpoint]`, `[guard]` and `[transport]` have an effect; the learning rate is that of `[sft]`.
+        """
+        if not self.is_supervised:
+            return
+        plain = _of_stage(self.sft, self.trainer)
+        for name in type(self).model_fields.keys() - _TABLES_OF_STAGE:
+            field, given = type(self).model_fields[name], getattr(self, name)
+            wanted = type(given).model_validate(plain[name]) if name in plain and given else field.get_default()
+            if given and given != wanted:
+                yield f"[{name}] has no effect with run.stage='sft'; legal: to leave it out"
+        for name in ("learning_rate", "warmup_steps", "lr_schedule", "min_learning_rate"):
+            value, default = getattr(self.trainer, name), TrainerConfig.model_fields[name].default
+            if value not in (default, getattr(self.sft, name)):
+                yield f"trainer.{name}={value!r} has no effect with run.stage='sft'; legal: sft.{name}"
+        if self.lora.learning_rate:
+            own = f"lora.learning_rate={self.lora.learning_rate:g}"
+            yield f"{own} has no effect with run.stage='sft'; legal: sft.learning_rate"
+
+    @rule
     def tables_are_told_apart(self, config: Config, key: Keys) -> Faults:
         """Datasets have different names, and so have evaluations; curves and directories have these."""
         for section, tables in (("data", self.data), ("evaluation", self.evaluation)):
@@ -216,11 +260,78 @@ class Config(Section):
         if self.evaluation and any(dataset.environment == AGENT for dataset in self.data):
             yield f'[[evaluation]] with data.environment="{AGENT}": agents are not evaluated; legal: one of the two'
 
+    @model_validator(mode="before")
+    @classmethod
+    def _stage_alone(cls, document: object) -> object:
+        """What RL alone needs may be left out of a file of supervised fine-tuning."""
+        if not isinstance(document, dict) or not isinstance(run := document.get("run"), dict):
+            return document
+        is_alone = "demonstrations" in document and not document.keys() & {"data", "generation", "admission"}
+        if "stage" not in run and is_alone:
+            if "num_steps" in run:
+                raise ValueError(f"run.num_steps={run['num_steps']}: legal: sft.num_steps, or sft.epochs")
+            run = {**run, "stage": "sft"}
+        if run.get("stage") != "sft":
+            return document
+        return _of_stage(document.get("sft"), document.get("trainer")) | document | {"run": {"num_steps": 1, **run}}
+
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         for fault in faults(self):
             raise ValueError(fault)
         return self
+
+
+_TABLES_OF_STAGE = {
+    "run", "model", "demonstrations", "sft", "lora", "trainer", "weights", "checkpoint", "guard", "transport",
+}  # fmt: skip
+
+
+def _of_stage(sft: object, trainer: object) -> dict[str, Any]:
+    """What RL alone needs, as it stands where nothing is sampled: the sizes are those of batches and conversations.
+
+    sft, trainer: tables, or what a file has in their place.
+    """
+
+    def number(table: object, key: str, default: int) -> int:
+        value = table.get(key) if isinstance(table, Mapping) else getattr(table, key, None)
+        return value if isinstance(value, int) and value > 1 else default
+
+    longest = number(sft, "max_tokens", number(trainer, "token_budget", 2))
+    size = number(sft, "batch_size", SftConfig.model_fields["batch_size"].default)
+    return {
+        "data": [],
+        "generation": {"max_prompt_tokens": 1, "max_completion_tokens": longest - 1},
+        "admission": {"groups_per_step": size, "group_size": 1},
+    }
+
+
+def supervised(config: Config, num_conversations: int) -> Config:
+    """Settings of the stage [sft] of a run, whose name and directory end in "-sft" unless the stage is all of it.
+
+    num_conversations: of an epoch.  Raises ConfigError: the settings of the stage contradict each other.
+    """
+    sft, run, directory = config.sft, config.run, config.run_directory
+    steps = sft.num_steps or max(1, math.ceil(sft.epochs * num_conversations / sft.batch_size))
+    if sft.warmup_steps > steps:
+        raise ConfigError(f"sft.warmup_steps={sft.warmup_steps} is more than its {steps} steps; legal: 0 to {steps}")
+    suffix = "" if config.is_supervised else "-sft"
+    document = config.model_dump(mode="json", include=_TABLES_OF_STAGE)
+    document["run"] |= {
+        "name": f"{run.name}{suffix}",
+        "directory": str(directory.with_name(directory.name + suffix)),
+        "num_steps": steps,
+        "stage": "sft",
+    }
+    document["lora"]["learning_rate"] = 0.0
+    plain = ("decay_steps", "decay_tokens", "decay_hours", "reference_memory")  # have no effect in the stage
+    document["trainer"] |= {name: TrainerConfig.model_fields[name].default for name in plain}
+    for name in ("learning_rate", "warmup_steps", "lr_schedule", "min_learning_rate"):
+        document["trainer"][name] = document["sft"][name]
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError("\n".join(str(each["ctx"]["error"]) for each in error.errors())) from error
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:

@@ -61,6 +61,9 @@ class RunConfig(Section):
     """Total optimiser steps, including those before a resume."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63), ANY_SIZE] = 0
     """Seed of prompt order, sampling and random initial weights."""
+    stage: Literal["rl", "sft"] = "rl"
+    """What the run does: "sft" is supervised fine-tuning on [[demonstrations]], which `rlhpc sft` fills in, as it is
+    filled in for a file that has neither [data] nor [generation] nor [admission]."""
     deterministic: bool = False
     """The same run again, or interrupted and resumed, has the same batches, losses and parameters, bit for bit: weights
     change only while nothing is being sampled, samples are drawn by (seed, group, sample), kernels are deterministic
@@ -205,7 +208,7 @@ class AdmissionConfig(Section):
         """`group_size`: 2 or more, or 1 with `algorithm.advantage` = `"reinforce_pp"` or `"gae"`; the rewards of one
         rollout have zero variance.
         """
-        if self.group_size == 1 and config.algorithm.advantage not in OF_REWARDS:
+        if self.group_size == 1 and config.algorithm.advantage not in OF_REWARDS and not config.is_supervised:
             yield (
                 f"{key.group_size} with {key.algorithm.advantage}: the rewards of a group of one have zero variance, "
                 "so every advantage is zero; legal: 2 or more"

@@ -616,7 +616,7 @@ def test_stop_strings_that_end_nothing_or_are_no_text_are_refused(run_file: Path
     [
         ("admission.max_stalness=1", "max_staleness"),
         ("trainer.group_size=4", "admission.group_size"),
-        ("num_steps=3", "run.num_steps"),
+        ("num_steps=3", "run.num_steps or sft.num_steps"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_that_is_meant(run_file: Path, word: str, meant: str) -> None:
