@@ -36,9 +36,9 @@ class Openness:
 
     @property
     def is_writable(self) -> bool:
-        """Whether others may change it or something in it, and so what the run starts.
+        """True if others may change the directory or something in it, and so the code that the run starts.
 
-        Also with the sticky bit, under which they may add what is not there yet: replies of a judge, a checkpoint.
+        Also with the sticky bit, under which others may add files: a judge's replies, a checkpoint.
         """
         return bool(self.mode & 0o022) or self.inside is not None
 
@@ -62,13 +62,13 @@ class Openness:
 def openness(directory: Path, *, looks_inside: bool = False) -> Openness:
     """Access rights of others in a directory; none if it does not exist.  Raises OSError.
 
-    looks_inside: at everything in it too, if others may enter it.
+    looks_inside: check its content too, if others may enter it.
     """
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
     except FileNotFoundError:
         return Openness(directory, PRIVATE)
-    # Of a class that cannot enter the directory, no right inside matters.
+    # Rights inside do not matter for a class of users that cannot enter the directory.
     writes = (mode & 0o011) << 1
     for path in _everything_in(directory) if looks_inside and writes and not mode & 0o022 else ():
         with suppress(OSError):  # deleted meanwhile, or a link to nothing
@@ -87,9 +87,9 @@ def _everything_in(directory: Path) -> Iterator[Path]:
 
 
 def keep_others_from_writing() -> None:
-    """What this process and its children make from now on is writable for their user alone, whatever the umask was.
+    """Set the umask: new files of this process and its children are writable for their user alone.
 
-    A run directory that others may read has directories in it that are made by many libraries.
+    Many libraries create directories in a run directory, and others may be allowed to read it.
     """
     os.umask(os.umask(0o077) | 0o022)
 
@@ -107,7 +107,7 @@ def leave_no_core_file(environment: Mapping[str, str] = os.environ) -> None:
 
 
 _LFS_POINTER = b"version https://git-lfs"
-# What SMB, FUSE, or an NFS server with access control lists has not: hard links, modes, fsync of a directory.
+# Hard links, modes and fsync of a directory are missing on SMB, FUSE, and NFS with access control lists.
 _UNSUPPORTED = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM))
 
 
@@ -125,14 +125,14 @@ def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o64
         with suppress(OSError):  # the same disk may refuse this, too
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # of a rename the first of two names; nobody knows the temporary one
+            error.filename = str(path)  # a failed rename names the temporary file, which nobody knows
         raise
     sync_directory(path.parent)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the block name this file where they name none, as those of write and fsync do not."""
+    """Add this file's name to OSErrors of the block that have none, such as those of write and fsync."""
     try:
         yield
     except OSError as error:
@@ -153,9 +153,9 @@ def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, i
 
 
 def set_mode(file: int | Path, mode: int) -> None:
-    """Give a file or directory a mode; where modes cannot be changed, one by which others may do no more will do.
+    """Give a file or directory a mode; where modes cannot be changed, one that allows others no more is accepted.
 
-    Raises OSError, also if others may do more.
+    Raises OSError, also if the unchangeable mode allows others more.
     """
     try:
         os.chmod(file, mode)  # noqa: PTH101 - of a descriptor too
@@ -190,7 +190,7 @@ def link_new(source: Path, name: Path) -> None:
 
 
 def append_lines(path: Path, lines: bytes, *, is_synced: bool = True) -> None:
-    """Append whole lines, or nothing of them; a line that a crash cut off is not continued.
+    """Append whole lines or none of them, on a new line if a crash cut the last one off.
 
     is_synced: on disk when this returns, the name of a new file too.  Raises OSError.
     """
@@ -214,10 +214,10 @@ def append_lines(path: Path, lines: bytes, *, is_synced: bool = True) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename, in place of what is there; what the file server has done counts as done, whatever it says.
+    """Rename, replacing `target`; a rename that the file server has done counts, even if it reports an error.
 
-    A client of NFS that hears no answer asks again, and a server that has forgotten the first request (a restart, a
-    failover) finds no source any more.  Raises OSError; then `target` is as it was.
+    An NFS client that gets no answer asks again, and a server that has lost the first request (a restart, a failover)
+    no longer finds the source.  Raises OSError; then `target` is unchanged.
     """
     before = _identity(source)
     try:
@@ -230,7 +230,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """More than the number of the inode: that of a deleted file is soon given to another."""
+    """Identity of a file: more than its inode number, which is soon reused after a deletion."""
     state = path.stat()
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
@@ -244,9 +244,9 @@ def is_listed(file: Path) -> bool:
 
 
 def listing(directory: Path) -> list[str]:
-    """Names of what is in a directory; none if there is no such directory, which its parent has to confirm.
+    """Names of a directory's entries; none if it does not exist, which its parent has to confirm.
 
-    Not by glob and is_dir, which take an error for an answer.  Raises OSError.
+    glob and is_dir would return "nothing" for an error.  Raises OSError.
     """
     try:
         return os.listdir(directory)  # noqa: PTH208 - names are enough
@@ -257,12 +257,12 @@ def listing(directory: Path) -> list[str]:
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:
-    """What is in a directory under a name that matches, by name; as `listing` does."""
+    """Entries of a directory whose names match, sorted by name; see `listing`."""
     return sorted(directory / name for name in fnmatch.filter(listing(directory), pattern))
 
 
 def is_absent(path: Path) -> bool:
-    """Whether there is no such file or directory, as the one that it would be in says.  Raises OSError."""
+    """True if the file or directory does not exist, according to its parent directory.  Raises OSError."""
     try:
         return path.name not in listing(path.parent)
     except NotADirectoryError:  # nothing is below a file
@@ -283,7 +283,7 @@ def names_in(directory: Path) -> set[str]:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Whether it is a Git LFS pointer, left in a file's place until it is fetched.  Raises OSError."""
+    """True for a Git LFS pointer, which stands in for a file until it is fetched.  Raises OSError."""
     with file.open("rb") as content:
         return content.read(len(_LFS_POINTER)) == _LFS_POINTER
 
@@ -316,11 +316,11 @@ def leave_deleted_directory(other: Path) -> None:
         os.getcwd()  # noqa: PTH109 - no path is needed
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
-            return  # for a moment
+            return  # a passing error
         try:
             os.chdir(other)
         except OSError:
-            os.chdir("/")  # any that is there is better
+            os.chdir("/")  # any existing directory is better
 
 
 def sync_directory(directory: Path) -> None:

@@ -1,7 +1,7 @@
 """The address under which other hosts reach this one.
 
 Input: the environment variable RLHPC_INTERFACE and the kernel's network configuration.  Output: IPv4 addresses as text.
-Also whether what libraries read from the environment is of this host: a shell's variables may be another machine's.
+Also checks the network variables that libraries read: a shell may have inherited those of another machine.
 Each of our sockets that serves other hosts is bound to host_address().
 """
 
@@ -63,7 +63,7 @@ def tell_gloo(environment: MutableMapping[str, str] = os.environ) -> None:
 def refuse_foreign_network(*, has_cuda: bool, has_vllm: bool, environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if gloo, NCCL or vLLM is told an interface or an address that this host does not have.
 
-    Each of them would fail in a sentence that names neither the variable nor what is there.
+    Their own errors name neither the variable nor this host's interfaces.
     """
     here = [name for _, name in socket.if_nameindex()]
     told = [name.strip() for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",")]
@@ -113,7 +113,7 @@ def _address_of_name() -> str | None:
 
 
 def _is_here(address: str) -> bool:
-    """Whether a socket can be bound to it: a name may stand for an old lease, or for a translated address outside."""
+    """True if a socket can be bound to the address: a name may resolve to an old lease, or to one outside a NAT."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))

@@ -10,9 +10,9 @@ SHORTEST_BEGINNING = 3  # letters
 
 
 def nearest(name: str, names: Iterable[str], most: int = 1, cutoff: float = ALIKE) -> list[str]:
-    """Return the nearest names, none if none is near; one with the same letters turned is nearest: "task" of "taks".
+    """Return the nearest names, perhaps none; one with the same letters in another order is first: "task" for "taks".
 
-    Where none is alike, one that begins so may be meant: "integer_arithmetic" by "integer".
+    If none is similar, a name that begins with `name` is taken: "integer_arithmetic" for "integer".
     """
     known = [*names]
     turned = [each for each in known if sorted(each) == sorted(name)]

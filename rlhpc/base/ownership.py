@@ -63,7 +63,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has something, and since when, as a file says."""
+    """Holder of a lock or directory, and since when, as recorded in a file."""
 
     process: ProcessIdentity
     unix_time_s: float  # by the clock of its machine: for people
@@ -225,18 +225,18 @@ class Launcher:
 
     @property
     def is_this_process(self) -> bool:
-        """Whether it is the caller."""
+        """True if the launcher is the calling process."""
         return self.process == ProcessIdentity.of_this_process()
 
     @property
     def is_stale(self) -> bool:
-        """Whether it seems to have ended, for whoever only shows it: elsewhere by the clocks of both machines."""
+        """True if the launcher seems to have ended; for displays only, since it compares the clocks of two machines."""
         if self.process.is_here:
             return not self.process.is_alive
         return time.time() - _modified_ns(self.layout.launcher) / 1e9 >= SILENCE_S
 
     def await_end(self, tell: Tell = lambda _: None) -> None:
-        """Return when it has ended, or, on another machine, has sent no heartbeat for SILENCE_S."""
+        """Wait until the launcher has ended, or, on another machine, has sent no heartbeat for SILENCE_S."""
         if self.process.is_here:
             has_told = False
             while self.process.is_alive:
@@ -255,7 +255,7 @@ class RunOwner:
     """This process as the launcher of a run."""
 
     def __init__(self, layout: RunLayout, lock: DirectoryLock | None) -> None:
-        """lock: None for a directory that is not ours."""
+        """lock: None if the directory belongs to someone else."""
         self._layout, self._lock = layout, lock
         self._fence: Fence | None = None
         self._renewed_at = 0.0
@@ -286,7 +286,7 @@ class RunOwner:
         """Give the directory back, and delete it if nothing was begun in it."""
         record = Launcher.holder(self._layout)
         if record is not None and record.is_this_process:
-            seen(partial(self._layout.launcher.unlink, missing_ok=True), None)  # its process ends: nobody believes it
+            seen(partial(self._layout.launcher.unlink, missing_ok=True), None)  # one left behind counts as stale
         if self._lock is None:
             return
         if seen(partial(is_absent, self._layout.config), False):  # refused before anything was written
@@ -301,7 +301,7 @@ class RunOwner:
         return () if self._lock is None else (self._lock.descriptor,)
 
     def begins(self, owner: str) -> None:
-        """An attempt begins whose processes write in the name of `owner`; "": the owner is not known yet."""
+        """Set the owner whose name the processes of the beginning attempt write in; "": not known yet."""
         self._fence = Fence(self._layout, owner) if owner else None
 
     def renew(self) -> None:
@@ -321,7 +321,7 @@ class RunOwner:
 
 
 def holds_something(directory: Path) -> bool:
-    """Whether the directory has anything but the files that a launcher writes before a run exists."""
+    """True if the directory has anything but the files that a launcher writes before a run exists."""
     names = {*os.listdir(directory)} if directory.is_dir() else set()  # noqa: PTH208  names are enough
     return any(_HALF_WRITTEN.fullmatch(name) is None for name in names - OWN_FILES)
 
@@ -362,7 +362,7 @@ def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
 
 
 def _kill(process: ProcessIdentity) -> None:
-    """Kill it and its children: every process of a run leads its own process group."""
+    """Kill a process and its children: every process of a run leads its own process group."""
     if not process.is_alive:
         return
     with suppress(ProcessLookupError, PermissionError):
@@ -418,10 +418,10 @@ ABANDONED_S = 600.0  # on another host, whose processes cannot be seen
 
 
 class SubmissionLock:
-    """A file of this name, while the block runs."""
+    """A lock file that exists while the block runs."""
 
     def __init__(self, path: Path, tell: Tell) -> None:
-        """tell: called where one is taken over that a dead process has left behind."""
+        """tell: called when the lock of a dead process is taken over."""
         self._path, self._tell = path, tell
         self._mine = Holder.of_this_process().to_json().encode()
 
@@ -433,7 +433,7 @@ class SubmissionLock:
         self.release()
 
     def take(self) -> None:
-        """Raises RunDirectoryError: another process holds it, and how to remove it."""
+        """Create the lock file.  Raises RunDirectoryError: another process holds it, and how to remove it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._is_made():
             return
@@ -448,7 +448,7 @@ class SubmissionLock:
                 self._path.unlink()
 
     def holder(self) -> tuple[bytes, Holder | None] | None:
-        """Its text, and its holder (None: half written, or damaged); None: nobody has it."""
+        """Text and holder of the lock file (holder None: half written or damaged); None if nobody holds the lock."""
         try:
             text = self._path.read_bytes()
         except FileNotFoundError:
@@ -459,7 +459,7 @@ class SubmissionLock:
             return text, None
 
     def is_stale(self, holder: Holder | None) -> bool:
-        """Whether its process has ended, or may be assumed to have."""
+        """True if the process that holds the lock has ended, or may be assumed to have."""
         if holder is not None and holder.process.is_here:
             return not holder.process.is_alive
         if holder is not None and holder.process.host == socket.gethostname():  # before a reboot
@@ -513,7 +513,7 @@ class SubmissionLock:
             now.unlink(missing_ok=True)
 
     def _beside(self, suffix: str) -> Path:
-        """A name that no other process has."""
+        """A path beside this one that no other process uses."""
         return self._path.with_name(f"{self._path.name}.{socket.gethostname()}.{os.getpid()}{suffix}")
 
     def _refusal(self) -> str:
@@ -547,25 +547,25 @@ def _describe_holder(holder: Holder | None) -> str:
 # Needs no locks: owner.json is opened again for each check, so that an NFS client asks the server.
 
 _PREFIX, _GONE_PREFIX = ".owner_", ".gone_"
-# Without an owner.json, before a run directory counts as moved or deleted: seconds, and looks, none long after another.
+# A run directory counts as moved or deleted after so many seconds, and checks in close succession, without owner.json.
 ABSENT_S, ABSENT_LOOKS, FORGOTTEN_S = 3.0, 3, 30.0
 REMOVE_TRIES = 20
 REMOVE_PAUSE_S = 0.1
 
 
 class _Absence:
-    """Looks, one soon after the other, that have found no owner.json."""
+    """Checks in close succession that have found no owner.json."""
 
     def __init__(self) -> None:
         self._since_s = self._looked_s = 0.0
         self._num_looks = 0
 
     def is_over(self) -> None:
-        """A look has found it."""
+        """Reset: a check has found owner.json."""
         self._num_looks = 0
 
     def is_certain(self) -> bool:
-        """Count a look that has not found it; whether such looks have gone on for long enough."""
+        """Count a check that has not found owner.json; True if such checks have gone on for long enough."""
         now_s = time.monotonic()
         if not self._num_looks or now_s - self._looked_s > FORGOTTEN_S:
             self._since_s, self._num_looks = now_s, 0
@@ -593,7 +593,7 @@ class Fence:
         owner = f"{attempt}-{uuid.uuid4().hex[:12]}"
         fence, directories = cls(layout, owner), (layout.root, layout.rollouts, layout.checkpoints)
         for directory in directories:
-            # Nobody else has this name: an NFS client that asked twice may be told that it exists.
+            # The name is unique: "exists" here means that an NFS client sent the request twice.
             fence.staging(directory).mkdir(parents=True, exist_ok=True)
         document = {
             "owner": owner,
@@ -633,8 +633,8 @@ class Fence:
         """Raises OwnershipLost: another attempt has taken over, or the directory is gone.  OSError: it cannot be
         determined.
 
-        One look that finds no owner.json determines nothing: an NFS client may see none for a moment.  It is gone if
-        looks have not found it for ABSENT_S.
+        One check that finds no owner.json proves nothing: an NFS client may see none for a moment.  The directory is
+        gone if checks have not found owner.json for ABSENT_S.
         """
         found = self.holder(self.layout)
         if found is not None:

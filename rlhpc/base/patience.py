@@ -1,4 +1,4 @@
-"""How long a touch of the run directory is repeated while the file system refuses it, and which errors pass.
+"""Repeat an access to the run directory while the file system refuses it: which errors pass, and for how long.
 
 A shared file system refuses for seconds or minutes and then goes on: a server that is restarted, a handle that has
 become stale, a quota, a mount that has lost its ticket.  Everything that reads or writes a run directory goes through
@@ -9,10 +9,10 @@ one of these, by what depends on it:
                                                                             patiently_awaited: what is awaited
     the run, and its caller is a loop      Patience                         counts failures, says when to try again
     a command of a user that begins a run  briefly(do, what)                for seconds, unless the user can mend it
-    nothing: it only shows, or looks again seen(look, otherwise)            what could not be seen is seen next time
+    nothing: a display, a repeated check   seen(look, otherwise)            returns `otherwise`; a later look may do
 
-Other commands do none of it: they end at once, and the error says why.  No patience weakens the fence: who cannot
-read whose the run is does not write (ownership.py).  Python 3.9 and the standard library.
+Other commands repeat nothing: they end at once, and the error says why.  Repeating does not weaken the fence: a
+process that cannot read who owns the run does not write (ownership.py).  Python 3.9 and the standard library.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ Result = TypeVar("Result")
 Clock = Callable[[], float]
 
 DISK_PATIENCE_S = 300.0
-MISSING_S = 30.0  # for what has to be there and is missing: longer than caches of a client, and a person waits
+MISSING_S = 30.0  # for a missing file that must exist: longer than a client's caches, short enough for a waiting person
 BRIEF_S = 15.0
-LONG_S = 60.0  # a call that took longer was answered in between
+LONG_S = 60.0  # before a call that took longer to fail, the file system worked for a time
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 4.0  # the run goes on within five seconds of an answer
 
-# A request that would be answered so for ever: it is wrong, or asks for what the file system does not have.  All else
-# may be true only now: ESTALE, EIO, ETIMEDOUT, ENOSPC, EDQUOT, EROFS, EACCES, EHOSTDOWN, ENOTCONN, ENOMEM, ENFILE …
+# Lasting errors: the request is wrong, or asks for a feature that the file system lacks.  All others may
+# pass: ESTALE, EIO, ETIMEDOUT, ENOSPC, EDQUOT, EROFS, EACCES, EHOSTDOWN, ENOTCONN, ENOMEM, ENFILE …
 _LASTING = frozenset(
     {
         *(errno.EINVAL, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.EFAULT),
@@ -105,17 +105,16 @@ _OF_A_PERSON = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT})
 
 
 def passes(error: BaseException, *, is_there: bool = True) -> bool:
-    """Whether the file system may answer otherwise soon; of an error of ours that has one for its cause, too.
+    """True if the same call may succeed soon: for an OSError, and an error of ours that is caused by one.
 
-    is_there: what is asked for exists, so that its absence is no answer either (a server's cache, a directory that is
-    being replaced).
+    is_there: the file must exist, so that ENOENT may pass, too (a server's cache, a directory that is being replaced).
     """
     number = _errno_of(error)
     return number is not None and number not in _LASTING and (is_there or number != errno.ENOENT)
 
 
 def _errno_of(error: BaseException) -> Optional[int]:  # noqa: UP045  Python 3.9
-    """None: no file system is behind it."""
+    """The errno of an OSError, or of the OSError that caused an error of ours; else None."""
     if isinstance(error, OSError):
         return error.errno
     return _errno_of(error.__cause__) if isinstance(error, RlhpcError) and error.__cause__ is not None else None
@@ -144,7 +143,7 @@ class Patience:
         return self._failing_since is not None and self._failed_at - self._failing_since > self._limit_s
 
     def failed(self, error: Exception) -> None:
-        """A try has failed."""
+        """Count a failed try, and set the next pause."""
         self._failed_at = self._clock()
         if self._failing_since is None:
             self._failing_since, self.pause_s = self._failed_at, 0.0
@@ -154,12 +153,12 @@ class Patience:
         self.trouble = f"{error}; {'not tried again' if self.is_exhausted else next_try}"
 
     def succeeded(self) -> None:
-        """A try has succeeded."""
+        """Reset after a try that succeeded."""
         self._failing_since, self.trouble = None, ""
 
 
 class _Repeating(Patience):
-    """That of one call, which is repeated until it succeeds: raises what is not waited for any longer."""
+    """Patience with one call that is repeated until it succeeds; raises the error once patience ends."""
 
     def __init__(
         self,
@@ -207,8 +206,8 @@ def patiently(
     """Return what `do` returns, called again with growing pauses while the file system refuses.
 
     what: the path, or what is done, for the log.  is_there: False where ENOENT is an answer.  limit_s: None for
-    DISK_PATIENCE_S.  is_over: whether nobody waits any more.  Raises what `do` raises: at once if it is no error that
-    passes, after MISSING_S if something is missing, else after limit_s or when it is over.
+    DISK_PATIENCE_S.  is_over: returns True once nobody waits any more.  Raises what `do` raises: at once if the error
+    does not pass, after MISSING_S if something is missing, else after limit_s or when is_over().
     """
     lasting = _LASTING if is_there else _LASTING | {errno.ENOENT}
     return _patiently(do, _Repeating(what, time.monotonic, lasting=lasting, limit_s=limit_s), sleep, is_over)
@@ -230,7 +229,7 @@ def _patiently(
 def briefly(do: Callable[[], Result], what: object) -> Result:
     """Return what `do` returns, as `patiently` does, where a person waits: for BRIEF_S at most.
 
-    Raises at once what that person can mend: rights, a file system that is mounted read-only, a name.
+    Raises errors that a person can mend at once: rights, a read-only file system, a name.
     """
     return _patiently(do, _Repeating(what, time.monotonic, lasting=_LASTING | _OF_A_PERSON, limit_s=BRIEF_S))
 
@@ -238,7 +237,7 @@ def briefly(do: Callable[[], Result], what: object) -> Result:
 async def patiently_aside(do: Callable[[], Result], what: object) -> Result:
     """Return what `do` returns, called in threads, again while the file system refuses: the event loop goes on.
 
-    Cancelled, it leaves a call to its thread.  Raises as `patiently` does.
+    If cancelled, a call under way goes on in its thread.  Raises as `patiently` does.
     """
     import asyncio  # which supervisors need not load
 
@@ -273,7 +272,7 @@ async def patiently_awaited(
 
 
 def seen(look: Callable[[], Result], otherwise: Result) -> Result:
-    """Return what is seen, or `otherwise` where it cannot be at the moment: for what shows, or is looked at again."""
+    """Return look(), or `otherwise` if the file system refuses it now: for displays and repeated checks."""
     try:
         return look()
     except OSError:

@@ -87,7 +87,7 @@ def name_nameless_user(environment: MutableMapping[str, str] = os.environ) -> No
 
 
 def _made_up_home() -> Path:
-    """One for each uid; another if somebody else has made that, since Python runs what lies in a home."""
+    """A home per uid; another one if somebody else owns that, since Python runs code that lies in a home."""
     home = Path(tempfile.gettempdir(), f"rlhpc-home-{os.getuid()}")
     try:
         home.mkdir(mode=0o700, exist_ok=True)
@@ -119,7 +119,7 @@ def child_environment(**settings: str) -> dict[str, str]:
 
 
 def keep_pipes() -> tuple[int, int]:
-    """Return descriptors of what was standard input and output; what runs here gets an empty input, and the log."""
+    """Return descriptors of the original standard input and output, replaced here by an empty input and the log."""
     kept = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -36,7 +36,7 @@ class RunLayout:
 
     @property
     def being_deleted(self) -> Path:
-        """config.json of a run that --fresh deletes, until it has."""
+        """config.json of a run while --fresh deletes it."""
         return self.root / "config.json.deleted"
 
     def require_run(self) -> None:

@@ -81,7 +81,7 @@ def did_you_mean(text: str, names: Collection[str], *, is_class: bool = False) -
 
 
 def _own_names(text: str, *, is_class: bool) -> str:
-    """Return a hint that lists what a module of the user's own has, where a text names one, or its file; else ""."""
+    """Return a hint with the names in a user's module, if a text names the module or its file; else ""."""
     module = text.removesuffix(".py")
     package, *inner = module.split(".")
     if not is_import_path(f"{module}:name") or package in sys.stdlib_module_names or package == "__main__":
@@ -108,7 +108,7 @@ def _listed(public: Sequence[str], *, is_class: bool) -> str:
 
 
 def look_up(key: str, path: str, said: str | None = None, *, is_class: bool = False) -> None:
-    """Check that it seems to exist, without importing it; cheap enough for a login node.
+    """Check that the object seems to exist, without importing it; cheap enough for a login node.
 
     said: the value of `key` in the run file, if that is not the path itself.
     Raises ConfigError if the top-level package is not found, or the source of the module has a syntax error or does not
@@ -150,7 +150,7 @@ def parameters(path: str) -> tuple[str, ...]:
 
 
 def required_parameters(path: str) -> tuple[str, ...]:
-    """Names of those without a default, keyword-only ones last; () as of parameters(), and beside *others."""
+    """Names of parameters without a default, keyword-only ones last; () as for parameters(), and if there is *args."""
     function = _definition(path)
     if function is None or function.args.vararg is not None:
         return ()
@@ -172,7 +172,7 @@ def _definition(path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
 
 
 def load(key: str, path: str, said: str | None = None) -> Any:
-    """Import it; said: see look_up.
+    """Import the object; said: see look_up.
 
     Raises ConfigError if the module cannot be imported, or the object of this name is not callable.
     """
@@ -219,7 +219,7 @@ def bound(
 ) -> Callable[..., Any]:
     """Return the loaded function with keyword arguments of the run file, KEY_arguments, after a look at its signature.
 
-    given: names of what it is called with, for people.
+    given: the other arguments of the call, for the message.
     Raises ConfigError: it lacks a parameter for one of the arguments, or cannot be called in this way.
     """
     try:
@@ -297,7 +297,7 @@ def try_out(
 
 
 def _fields_for(error: BaseException) -> str:
-    """Return "; legal: …" with the fields of a dataclass, where one that it has not was asked for; else ""."""
+    """Return "; legal: …" with the fields of a dataclass if a field that it lacks was asked for; else ""."""
     if not isinstance(error, AttributeError) or not is_dataclass(error.obj):
         return ""
     names = [each.name for each in fields(error.obj)]
@@ -317,7 +317,7 @@ def line_of(path: str, error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """ " (FILE:LINE)" of the module that an import has come to; "" if it has come to none."""
+    """ " (FILE:LINE)" in the module where an import failed; "" if it failed in none."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     theirs = [f" ({file}:{line})" for file, line in frames if file not in _OF_IMPORTS and not file.startswith("<")]
     return theirs[-1] if theirs else ""

@@ -1,10 +1,10 @@
-"""The records of groups, and the choice of those of a batch so that all others can still be trained in time.
+"""The records of groups, and the choice of a batch's groups so that all other groups can still be trained in time.
 
 In this file: the record of a group that has a slot; a resolved group; whether a batch can be formed, from counts alone;
 the choice.
 
-Input of the choice: GroupRecord, in order of admission.  Output: ids of a batch, or that none can be formed yet; ids of
-a part of one, with which a step may begin.  Pure.
+Input of the choice: GroupRecord, in order of admission.  Output: ids of a batch, or None while none can be formed; ids
+of a part of a batch, with which a step may begin.  Pure.
 
 Each group has a last batch that it may be in (`GroupRecord.due_after`).  A batch takes finished groups, those due
 first.  It may skip an unfinished one, a straggler, while that has batches left with room for all groups that need
@@ -178,7 +178,7 @@ class ResolvedGroup:
 
 # -------------------------------------------------------------------------------------------------------- untaken tally
 #
-# Tell from counts alone whether a batch, or a part of one, can be formed, so that groups are scanned only if one can.
+# Decide from counts alone whether a batch, or a part of one, can be formed, so that groups are scanned only then.
 #
 # Input: groups, as they are admitted, finish and leave.  Output: how many more have to end first, and how many a part
 # of the batch may have meanwhile.  A scan of all groups costs a microsecond per group; with
@@ -189,7 +189,7 @@ class UntakenTally:
     """The groups that no batch has taken, counted by when they are due: a handful of numbers, however many groups."""
 
     def __init__(self, groups_per_step: int) -> None:
-        """Begins without groups."""
+        """Start without groups."""
         self._groups_per_step = groups_per_step
         self._all: Counter[int] = Counter()  # due → groups
         self._finished: Counter[int] = Counter()
@@ -214,7 +214,7 @@ class UntakenTally:
             self.num_finished -= 1
 
     def num_missing(self, num_groups: int, num_taken: int) -> int:
-        """How many more groups have to end, finished or dropped, before there can be a batch; 0: there may be one now.
+        """Number of groups that must still end, finished or dropped, before there can be a batch; 0: perhaps now.
 
         num_groups: of a batch.
         num_taken: as in choose_batch, which may refuse for two reasons that are not counted here: the window, and
@@ -236,9 +236,9 @@ class UntakenTally:
             later += 1
 
     def most_in_part(self, num_groups: int, num_taken: int, begun_due: Collection[int]) -> int:
-        """How many groups choose_part would choose if there were no window; the counts are those of num_missing.
+        """Number of groups that choose_part would choose if there were no window; arguments as in num_missing.
 
-        begun_due: when the groups are due that are parts of the batch already.
+        begun_due: due dates of the groups that are already part of the batch.
         """
         if -1 in self._all:  # their turn depends on all others
             return self.num_finished - len(begun_due)
@@ -256,7 +256,7 @@ class UntakenTally:
         return most
 
     def _by_spare(self, by_due: Mapping[int, int], num_taken: int) -> Counter[int]:
-        """Counts by the number of batches that may still come before a group's own."""
+        """Number of groups by the number of batches that may still come before theirs."""
         counts: Counter[int] = Counter()
         for due, count in by_due.items():
             counts[max(0, (due - num_taken) // self._groups_per_step)] += count
@@ -280,15 +280,15 @@ class BatchChoice:
         self.begun: list[int] = []
 
     def batch(self, groups: Sequence[GroupRecord], num_groups: int, num_taken: int) -> list[int] | None:
-        """The next batch, what has begun included (choose_batch)."""
+        """The next batch, including the groups it has begun with (choose_batch)."""
         return choose_batch(groups, num_groups, num_taken, *self._rules, self.begun)
 
     def part(self, groups: Sequence[GroupRecord], num_groups: int, num_taken: int) -> list[int]:
-        """What the next batch could begin with, or go on with (choose_part)."""
+        """Groups that the next batch could begin or go on with (choose_part)."""
         return choose_part(groups, num_groups, num_taken, *self._rules, self.begun)
 
     def complete(self, group_ids: Collection[int]) -> None:
-        """The batch consists of these.  Raises LedgerError if one is left out with which it has begun."""
+        """Complete the batch with these groups.  Raises LedgerError if they lack one that it has begun with."""
         if left_out := set(self.begun).difference(group_ids):
             raise LedgerError(f"a batch without groups {sorted(left_out)}, with which its step has begun")
         self.begun.clear()
@@ -323,10 +323,10 @@ def choose_part(
     window_groups: int,
     begun: Collection[int] = (),
 ) -> list[int]:
-    """Ids of as many finished groups as a batch of num_groups can begin with, or go on with, ascending.
+    """Ids of all finished groups that a batch of num_groups can begin or go on with, ascending.
 
-    Whatever of the others is finished next, the batch can be completed, and all that are left behind meet their due
-    dates.  One group at least is left for the end of the batch.  Arguments as in choose_batch.
+    Whichever group finishes next, the batch can be completed, and all groups left behind meet their due dates.  At
+    least one group is left for the end of the batch.  Arguments as in choose_batch.
     """
     spare = _spare(groups, num_taken, groups_per_step)
     left = Counter(spare.values())
@@ -344,7 +344,7 @@ def choose_part(
 
 
 def _spare(groups: Sequence[GroupRecord], num_taken: int, groups_per_step: int) -> dict[int, int]:
-    """How many batches may still come before a group's own; groups that came back after a restart go in order."""
+    """Number of batches that may still come before a group's own; groups restored after a restart go in order."""
     return {
         group.group_id: max(0, (group.due_after - num_taken) // groups_per_step)
         if group.due_after >= 0

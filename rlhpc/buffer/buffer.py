@@ -3,9 +3,9 @@
     admit ──▶ grant ──▶ deliver, member by member ──▶ take ──▶ consume ──▶ release        or drop, before it is taken
                 └── hand_back, renew, expire, forget_holder ──▶ grant again
 
-Input: Prompt, later ScoredRollout.  Output: Lease, later RolloutGroup.  The ledger decides (ledger.py): whatever needs
-no rollout, the second line and all questions, is a method of `ledger` alone.  Groups are put together here, and the
-journal and segments record what became of them.  Guarantees: those of the ledger; a group is handed out once for
+Input: Prompt, later ScoredRollout.  Output: Lease, later RolloutGroup.  The ledger decides (ledger.py): operations
+without a rollout (the second line, and queries) are methods of `ledger` alone.  Groups are assembled here; the journal
+and segments record their fate.  Guarantees: those of the ledger; a group is handed out once for
 training, complete; consumed and dropped groups reach a segment; a checkpoint has the rest, incomplete groups too.
 """
 
@@ -45,16 +45,16 @@ class FrozenBuffer:
     position: Position  # of the journal, at that moment
 
     def seal(self) -> int:
-        """Seal what was resolved before that moment; return the number of the first segment that a resume undoes.
+        """Seal groups resolved before that moment; return the number of the first segment that a resume undoes.
 
-        Raises SegmentError when it cannot be written, OwnershipLost.
+        Raises SegmentError when a segment cannot be written, OwnershipLost.
         """
         return self.segments.seal_to_cut()
 
     def write(self, directory: Path, next_index: int) -> dict[str, Any]:
-        """Write what was not resolved into `directory`; return the JSON that goes with it: ledger and positions.
+        """Write the unresolved groups into `directory`; return the JSON that goes with them: ledger and positions.
 
-        next_index: what `seal` has returned.  Raises SegmentError when it cannot be written.
+        next_index: the result of `seal`.  Raises SegmentError when the groups cannot be written.
         """
         # Uncompressed: it is read once, by a resume, or never.
         write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, compress=False))
@@ -68,9 +68,9 @@ class RolloutBuffer:
     """Groups by id, between prompts and trainer.  Synchronous: changes are atomic."""
 
     def __init__(self, ledger: AdmissionLedger, segments: SegmentWriter, journal: RolloutJournal | None = None) -> None:
-        """ledger: of slots and leases, for everybody; only what this class has no method for is to be changed there.
+        """ledger: slots and leases; others may call it directly for changes that this class has no method for.
 
-        journal: where the history is written; None: nowhere, e.g. while it is being restored.
+        journal: where the history is written; None: nowhere, e.g. while the buffer is being restored.
         """
         self.ledger, self.segments, self.journal = ledger, segments, journal
         self._members: dict[int, dict[int, ScoredRollout]] = {}  # group → sample index → member, while incomplete
@@ -85,7 +85,7 @@ class RolloutBuffer:
         return group_id
 
     def readmit(self, live_version: int) -> None:
-        """Let groups that came back after a restart be granted, as slots allow (AdmissionLedger.readmit)."""
+        """Let groups restored after a restart be granted, as slots allow (AdmissionLedger.readmit)."""
         for group in self.ledger.readmit(live_version):
             size = self._own_size(group.group_id)
             self._note(Admitted(group.group_id, group.prompt.prompt_id, group.admitted_version, size))
@@ -93,10 +93,10 @@ class RolloutBuffer:
     # ------------------------------------------------------------------------------------------- rollouts and groups
 
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
-        """Add a member; return its group if that is now complete (it stays here, ready to be taken or dropped).
+        """Add a member; return its group if the group is now complete (it stays here, ready to be taken or dropped).
 
         Unwanted members are ignored.  Raises LedgerError, changing nothing, for an aborted rollout (those are handed
-        back), and for one that answers another prompt than its group's.
+        back), and for a rollout of another prompt than its group's.
         """
         rollout = scored.rollout
         if rollout.finish_reason is FinishReason.ABORT:
@@ -117,7 +117,7 @@ class RolloutBuffer:
         return None if (chosen := self.ledger.upcoming(num_groups)) is None else [self._groups[i] for i in chosen]
 
     def part(self, num_groups: int, least: int) -> list[RolloutGroup]:
-        """Groups, `least` or more, with which the next step can begin before its batch is there, or go on; else []."""
+        """`least` or more groups with which the next step can begin or go on before its batch is complete; else []."""
         return [self._groups[group_id] for group_id in self.ledger.part(num_groups, least)]
 
     def begin(self, part: Sequence[RolloutGroup]) -> None:
@@ -130,7 +130,7 @@ class RolloutBuffer:
         return None if groups is None else self.take_again([group.group_id for group in groups], step)
 
     def take_again(self, group_ids: Sequence[int], step: int) -> list[RolloutGroup]:
-        """Take these groups again, as before the run was interrupted.  Raises LedgerError if one is not finished."""
+        """Take these groups again, as before the interruption.  Raises LedgerError if one is not finished."""
         self.ledger.take_these(group_ids, step)
         self._note(Taken(step, tuple(group_ids)))
         return [self._groups[group_id] for group_id in group_ids]
@@ -149,9 +149,9 @@ class RolloutBuffer:
     ) -> None:
         """Record that a step has used these groups; to be called after its report and before `release`.
 
-        trained_version: of the policy that the step began with; applied: whether it led to another; metrics: the
-        trainer's, for a replay to compare; refused: why the guard skipped it, or its `skipped` parts; began_s: seconds
-        trained before.  Raises LedgerError, changing nothing, if one was not taken for this step, or is consumed.
+        trained_version: at the step's start; applied: whether the step led to a new version; metrics: the trainer's,
+        for a replay to compare; refused: why the guard skipped the step, or its `skipped` parts; began_s: seconds
+        trained before.  Raises LedgerError, changing nothing, if a group was not taken for this step, or is consumed.
         """
         for group in groups:
             if self.ledger.group(group.group_id).step != step or group.group_id not in self._groups:
@@ -221,15 +221,15 @@ class RolloutBuffer:
         return len(saved)
 
     def restore(self, history: History, draw_again: Callable[[int | None], Prompt]) -> list[ResolvedGroup]:
-        """Bring back what has happened since the checkpoint, or since the start: admissions, rollouts, drops.
+        """Replay the history since the checkpoint, or since the start: admissions, rollouts, drops.
 
         Groups that were trained on since then are finished again.  draw_again: takes the id of a prompt that was drawn,
-        or None where that is lost (PromptSource).  Adds to history.implied what only the order of groups tells.
-        Returns the groups that these rollouts finished, or that were dropped, in order of admission.  Raises
-        CheckpointError if the order of prompts is not that of the history.
+        or None if the id is lost (PromptSource).  Adds admissions that only the order of groups implies to
+        history.implied.  Returns the groups that these rollouts finished, or that were dropped, in order of admission.
+        Raises CheckpointError if the order of prompts is not that of the history.
         """
         known = history.implied | history.admitted
-        # As they were answered: under a chat template that writes the date, what is drawn again has other tokens.
+        # The tokens that were answered: a chat template that writes the date gives a prompt drawn again other tokens.
         answered = {(each.scored.rollout.group_id, each.prompt.prompt_id): each.prompt for each in history.rollouts}
         last = max(known, default=-1)
         while (group_id := self.ledger.next_group_id) <= last:
@@ -285,7 +285,7 @@ class RolloutBuffer:
         return size if size != self.ledger.group_size else 0
 
     def _add(self, scored: ScoredRollout) -> RolloutGroup | None:
-        """Keep a member that the ledger counts as delivered; return its group if it was the last one."""
+        """Keep a member that the ledger counts as delivered; return its group if it was the last member."""
         group_id, record = scored.rollout.group_id, self.ledger.group(scored.rollout.group_id)
         members = self._members.setdefault(group_id, {})
         members[scored.rollout.sample_index] = scored

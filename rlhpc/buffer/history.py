@@ -1,10 +1,10 @@
-"""The history of a run, written and read back: what became of its groups, since a checkpoint or since the start.
+"""The history of a run's groups, written and read back: since a checkpoint or since the start.
 
-In this file: the log of events; what the events come to; the history, from journal and events.  rollout_journal.py
-writes that of a run that goes on.
+In this file: the log of events; the state that events add up to (fold); the history, from journal and events.
+rollout_journal.py writes the history of a live run.
 
 Input of the history: the files of a rollouts directory, and the position that a checkpoint covers.  Output: History.
-An attempt that continued from an earlier step repeats steps: the batch that was chosen last for a step counts.
+An attempt that continued from an earlier step repeats steps: the batch chosen last for a step counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhpc.protocol.errors import JournalError
 
 # ------------------------------------------------------------------------------------------------------------ event log
 #
-# The log of what happens to groups: admitted, taken for a step, trained, dropped.
+# The log of events of groups: admitted, taken for a step, trained, dropped.
 #
 #     rollouts/events_000000.log      one file an attempt, a record (log.py) each; sequence numbers from 1
 #
@@ -39,9 +39,9 @@ class Began:
     """An attempt begins."""
 
     step: int  # the step that its trainer begins with
-    num_rollouts: int  # rollouts of earlier attempts that count: those with higher numbers in their files do not
+    num_rollouts: int  # rollouts of earlier attempts count up to this number
     goes_on: bool  # False: it starts over, and earlier events do not count
-    timeline: int = -1  # the first attempt whose published versions are all repeated up to here; -1: this one
+    timeline: int = -1  # first attempt whose published versions are all repeated up to here; -1: this attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Trained:
     version: int  # the one that was trained
     applied: bool  # False: skipped on all ranks, the version stayed
     metrics: dict[str, float] = field(default_factory=dict)  # of the trainer
-    refused: str = ""  # metrics because of which the guard skipped it, or some of its optimiser steps
+    refused: str = ""  # metrics for which the guard skipped the step, or some of its optimiser steps
     skipped: tuple[int, ...] = ()  # indices of the skipped optimiser steps
     began_s: float = 0.0  # seconds that the run had trained before this step
 
@@ -82,7 +82,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A group is not trained on."""
+    """A group was dropped: it is not trained on."""
 
     group: int
     reason: DropReason
@@ -107,7 +107,7 @@ def event_paths(directory: Path) -> list[Path]:
 
 
 def read_events(path: Path) -> EventFile:
-    """Every whole event of a file.  Raises JournalError: it cannot be read, or is of another version."""
+    """Every undamaged event of a file.  Raises JournalError: the file cannot be read, or is of another version."""
     content = read_log(path, EVENTS)
     return EventFile(content.head.attempt, dict(content.messages()), content)
 
@@ -152,18 +152,18 @@ class GroupEventLog:
 
 # ----------------------------------------------------------------------------------------------------------------- fold
 #
-# What the events of a run come to.  Replay, `rlhpc rollouts`, `rlhpc check` and `rlhpc audit` all read it here.
+# The state that the events of a run add up to.  Replay, `rlhpc rollouts`, `rlhpc check` and `rlhpc audit` use it.
 #
-# Input: events, in order.  Output: the state after each.  Pure; it judges nothing: the audit compares each event with
+# Input: events, in order.  Output: the state after each.  Pure; checks nothing: the audit compares each event with
 # the state before it.
 
 
 @dataclass(slots=True)
 class EventFold:
-    """What counts of the events so far.
+    """State after the events so far, without the events that no longer count.
 
-    An attempt repeats steps of the one before.  If it takes another batch, that step and later ones are void: they came
-    of other weights.  One that starts over makes all that was before void.
+    An attempt repeats steps of the one before.  If it takes another batch, the old step and later ones are void, since
+    their weights are lost.  An attempt that starts over voids everything before it.
     """
 
     admitted: dict[int, Admitted] = field(default_factory=dict)  # by group
@@ -181,7 +181,7 @@ class EventFold:
     lost_version: int = -1  # the highest that a void step has made; -1: none has
 
     def apply(self, attempt: int, event: Event) -> None:
-        """Add what an attempt has written next."""
+        """Add the next event of an attempt."""
         match event:
             case Began():
                 self._begin(attempt, event)
@@ -198,7 +198,7 @@ class EventFold:
                 self.last_step = max(self.last_step, event.step)
 
     def last_rollout_that_counts(self, attempt: int) -> int | None:
-        """An attempt's last rollout that counts, by number: later ones came after its successor began; None: all do."""
+        """Number of an attempt's last rollout before its successor began: later ones do not count; None: all count."""
         later = (limit for other, limit in self.limits.items() if other > attempt)
         return min(later, default=None)
 
@@ -213,7 +213,7 @@ class EventFold:
 
     def _take(self, taken: Taken) -> None:
         known = self.batches.get(taken.step)
-        if known is None or known.groups != taken.groups:  # else it is repeated: how it went is known
+        if known is None or known.groups != taken.groups:  # else a repeated step, whose outcome is known
             self._void_from(taken.step)
             self.batches[taken.step] = taken
             self.last_step = max(self.last_step, taken.step)
@@ -252,19 +252,19 @@ START = Position()
 
 @dataclass(slots=True)
 class History(EventFold):
-    """All that was recorded after a position: events, and the rollouts that count."""
+    """Everything recorded after a position: events, and the rollouts that count."""
 
     rollouts: list[JournalRecord] = field(default_factory=list)  # in the order of arrival
     implied: dict[int, Admitted] = field(default_factory=dict)  # admissions whose event is lost, inferred from rollouts
     num_rollouts: int = 0  # the highest number in use
     num_tokens: int = 0  # of completions that a buffer has taken back (RolloutBuffer.restore)
-    lost_beginning: str = ""  # that the rollouts just after the position are missing; also in `problems`
-    unread: JournalError | None = None  # why a file cannot be read at all, if so; also in `problems`
+    lost_beginning: str = ""  # problem: the rollouts just after the position are missing; also in `problems`
+    unread: JournalError | None = None  # why a file cannot be read at all; also in `problems`
     problems: list[str] = field(default_factory=list)  # descriptions of damaged or missing items
 
 
 def read_history(directory: Path, position: Position) -> History:
-    """All that counts after a position.  Damage is reported in `problems`.  Raises JournalError, OSError."""
+    """The history after a position.  Damage is reported in `problems`.  Raises JournalError, OSError."""
     history = fold_events(directory, position)
     history.rollouts = list(_rollouts(directory, history))
     history.implied = _implied(history)
@@ -304,7 +304,7 @@ def make_durable(directory: Path) -> None:
 
 
 def _implied(history: History) -> dict[int, Admitted]:
-    """An interrupted commit may have written a rollout but not its group's admission."""
+    """Admissions implied by rollouts, which an interrupted commit may have written without their admission."""
     implied = dict[int, Admitted]()
     for record in history.rollouts:
         rollout = record.scored.rollout
@@ -325,16 +325,16 @@ class RecordedStep:
 
 @dataclass(slots=True)
 class Replay:
-    """Steps after the checkpoint, and the groups that came back from the journal."""
+    """Steps after the checkpoint, and the groups restored from the journal."""
 
     steps: tuple[RecordedStep, ...] = ()
     restored: Sequence[ResolvedGroup] = ()  # finished or dropped since the checkpoint, in order of admission
-    timeline: int = 0  # what generators have sampled counts if the weights were of this timeline (timeline_of)
-    version: int = 0  # that these steps lead to
-    num_tokens: int = 0  # of completions that came back, whatever became of their groups
+    timeline: int = 0  # tokens count if they were sampled with weights of this timeline (timeline_of)
+    version: int = 0  # policy version after these steps
+    num_tokens: int = 0  # of restored completions, whatever became of their groups
 
     def hand_over(self) -> deque[ResolvedGroup]:
-        """Give away the groups that came back: groups that are trained again must not be kept here, too."""
+        """Give away the restored groups: groups that are trained again must not be kept here, too."""
         found, self.restored = deque(self.restored), ()
         return found
 
@@ -355,7 +355,7 @@ def timeline_of(history: History, attempt: int, first: int, steps: Sequence[Reco
     """The attempt that began this one's timeline; within a timeline, a version is the same weights everywhere.
 
     The previous attempt's timeline goes on if each of its versions is repeated: weights are published once their step
-    is on disk.  first: the step to begin with; steps: those that are repeated.
+    is on disk.  first: the step to begin with; steps: the repeated steps.
     """
     repeated = {step.step for step in steps}
     makes_all_again = all(step < first or step in repeated for step in history.trained)
@@ -363,7 +363,7 @@ def timeline_of(history: History, attempt: int, first: int, steps: Sequence[Reco
 
 
 def version_after(steps: Sequence[RecordedStep], version: int) -> int:
-    """The policy version that repeating these steps leads to; at least that, where a step's outcome is not known."""
+    """The policy version after repeating these steps; a lower bound if a step's outcome is not known."""
     for step in steps:
         if step.trained is not None:
             version = step.trained.next_version
@@ -371,7 +371,7 @@ def version_after(steps: Sequence[RecordedStep], version: int) -> int:
 
 
 def delete_old_journals(directory: Path, position: Position) -> int:
-    """Delete the files of which a checkpoint at that position, and all later ones, need nothing; return their number.
+    """Delete files that neither a checkpoint at that position nor a later one needs; return their number.
 
     Raises JournalError, OSError.
     """

@@ -3,10 +3,10 @@
     rollouts/journal_000000.log, …    a GroupPrompt before the first rollout of its group in a file; StoredRollouts
 
 Input: JournalRecord.  Output: the number up to which rollouts are on disk; records read back, and what is damaged.
-Guarantees: a rollout up to that number survives the death of this process, and of its machine.  A failed write, a full
-disk for example, changes nothing that was durable, and the next try writes the same rollouts to the same place.
-A file is written by one attempt; the next attempt begins another.  A damaged record costs that rollout, or, of a
-prompt, the rollouts of its group in that file; all others are read.
+Guarantees: a rollout up to that number survives the death of this process, and of its machine.  A failed write, e.g. on
+a full disk, changes nothing that was durable, and the next try writes the same rollouts to the same place.
+A file is written by one attempt; the next attempt begins another.  A damaged record costs its rollout, or, if it is a
+prompt's, the rollouts of its group in that file; all others are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILE_BYTES = 32 << 20  # of a file, at most, unless one rollout has more
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """A delivered rollout, and what is needed of its group to continue it."""
+    """A delivered rollout, and the prompt and version of its group."""
 
     sequence: int  # number of the rollout in the run, from 1, in the order of arrival
     scored: ScoredRollout
@@ -36,7 +36,7 @@ class JournalRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupPrompt:
-    """A record: what the rollouts of a group answer."""
+    """A record: the prompt that the rollouts of a group answer."""
 
     group_id: int
     prompt: Prompt
@@ -89,10 +89,10 @@ class JournalFiles:
         return self._next_sequence
 
     def append(self, records: Sequence[JournalRecord]) -> None:
-        """Write rollouts, numbered from next_sequence on, and return once they are on disk.
+        """Write rollouts, numbered from next_sequence on; return once they are on disk.
 
-        Raises JournalError when that fails: those below next_sequence, which may have grown, are on disk, the others
-        may be appended again.  OwnershipLost: another attempt owns the run directory, and counts none of these.
+        Raises JournalError when that fails: rollouts below next_sequence, which may have grown, are on disk; append the
+        others again.  OwnershipLost: another attempt owns the run directory, and none of these rollouts counts.
         """
         while records:
             if not self._writer.num_bytes:
@@ -111,7 +111,7 @@ class JournalFiles:
         self._writer.close()
 
     def _fitting(self, records: Sequence[JournalRecord]) -> tuple[int, list[FramedRecord], set[int]]:
-        """Number of the first rollouts for which the file has room, their records, and groups that are new in it.
+        """The first rollouts that fit into the file: how many, their records, and the groups that are new in the file.
 
         An empty file has room for one, however long it is.
         """
@@ -144,10 +144,10 @@ class JournalContent:
 
 
 def read_journal(path: Path, *, is_mapped: bool = False, is_verified: bool = True) -> JournalContent:
-    """Everything in a file that is whole.
+    """The undamaged content of a file.
 
     is_mapped: arrays are views of the mapped file (read_log).  is_verified: False: checksums are not compared, and with
-    is_mapped only what is looked at is read.  Raises JournalError: it is not a journal, is of another version, or
+    is_mapped only accessed bytes are read.  Raises JournalError: the file is not a journal, is of another version, or
     cannot be read.
     """
     content = read_log(path, JOURNAL, is_mapped=is_mapped, is_verified=is_verified)

@@ -25,7 +25,7 @@ from rlhpc.protocol.types import Lease, Prefix, Prompt, SamplingParams
 
 # ------------------------------------------------------------------------------------------------------ lease deadlines
 #
-# When to check which lease: the oldest that may be overdue first, in memory proportional to the current leases.
+# Which lease to check when: the oldest that may be overdue first, in memory proportional to the current leases.
 #
 # Input: leases, by group and number.  Output: those due for a check.  Pure; time is passed in.  A check, an end and a
 # begin cost O(log n) for n current leases.
@@ -67,7 +67,7 @@ class LeaseDeadlines:
         self._running[key] = RunningLease(holder, group, num_members)
 
     def look_at(self, key: LeaseKey, at_s: float) -> None:
-        """Have `passed` return this lease then."""
+        """Have `passed` return this lease once that time has passed."""
         heapq.heappush(self._looks, (at_s, key))
 
     def let_go(self, key: LeaseKey) -> None:
@@ -107,7 +107,7 @@ class Leases:
         self._quarantine = Suspects()
         self.num_lost_members = 0
         self._clock = clock
-        # Entries of the queues may be out of date; the record says what is true.
+        # Entries of the queues may be out of date; the record is authoritative.
         self._fresh: deque[GroupRecord] = deque()  # in order of admission
         self._waiting: deque[GroupRecord] = deque()  # came back after a restart and may not be granted yet
         self._returned: dict[int, GroupRecord] = {}
@@ -120,11 +120,11 @@ class Leases:
 
     @property
     def is_quarantining(self) -> bool:
-        """Whether `grant` may return None for one holder and a lease for another: it may not have many others."""
+        """True if `grant` may return None for one holder and a lease for another, because of quarantine."""
         return not self._quarantine.is_empty
 
     def outstanding(self, holder: str) -> int:
-        """Samples leased to this generator that it neither delivered, lost nor handed back."""
+        """Number of samples leased to this generator that it has neither delivered, lost nor handed back."""
         return len(self._held.get(holder, ()))
 
     def take_relieved(self) -> set[str]:
@@ -137,9 +137,9 @@ class Leases:
     ) -> None:
         """Make members grantable again, each with the longest prefix known; this does not count as a lost lease.
 
-        Ignored: members that another one holds, that are delivered or not there (a group may have come back smaller,
-        history.py), unknown groups.  prefixes: none, or one per sample index.  Raises LedgerError, changing nothing,
-        for another number of them, or an index below 0.
+        Ignored: members that another generator holds, delivered members, members that do not exist (a restored group
+        may be smaller, history.py), unknown groups.  prefixes: none, or one per sample index.  Raises LedgerError,
+        changing nothing, for another number of prefixes, or an index below 0.
         """
         group = self._untaken.get(group_id)
         _refuse_odd_message(group, sample_indices, prefixes, may_be_gone=True)
@@ -157,9 +157,9 @@ class Leases:
     def renew(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
-        """Renew the deadline of the members that the holder has; a prefix that it sends replaces the known one.
+        """Renew the deadlines of the members that the holder has; a prefix from the holder replaces the known one.
 
-        Ignores and raises as hand_back; raises LedgerError, too, for a member that is not there.
+        Ignores and raises as hand_back; also raises LedgerError for a member that does not exist.
         """
         group = self._untaken.get(group_id)
         _refuse_odd_message(group, sample_indices, prefixes)
@@ -191,7 +191,7 @@ class Leases:
     def forget_holder(self, holder: str, *, is_dead: bool = True) -> list[int]:
         """Free everything a generator held; return the ids of the groups concerned, ascending.
 
-        is_dead: its leases are lost, which counts against the prompts; else it is alive, and reports what it continues.
+        is_dead: its leases are lost, which counts against the prompts; else it lives and reports its rollouts.
         """
         held = list(self._held.get(holder, {}).items())
         groups = {group_id: group for (group_id, _), group in held}
@@ -260,7 +260,7 @@ class Leases:
         group.deliver(index)
         self._forget_if_not_free(group)
         if group.group_id in self._returned:
-            self._queue_returned(group)  # the delivered member may be the one that was out of attempts
+            self._queue_returned(group)  # the delivered member may have been the one out of attempts
         if group.is_finished:
             self._quarantine.forget(group)
             self._lost_leases.clear_lost_leases(group.prompt)
@@ -274,7 +274,7 @@ class Leases:
         self._quarantine.forget(group)
 
     def _check_leases(self, groups: Sequence[GroupRecord]) -> None:
-        """Raise LedgerError unless the book and the records of all groups agree."""
+        """Raise LedgerError unless the holders and the records of all groups agree."""
         recorded = {
             (member.holder, group.group_id, index)
             for group in groups
@@ -395,7 +395,7 @@ class Suspects:
 def _may_share(held: Mapping[int, GroupRecord], group: GroupRecord) -> bool:
     """True if a generator that holds these groups may be given members of this one.
 
-    One that has a member of it in too large a company, from before the death of another generator, may have no more.
+    A generator that has a member of it among too many groups, since before another generator's death, gets no more.
     """
     together = {**held, group.group_id: group}
     limits = [other.company for other in together.values() if other.company != ANY_COMPANY]
@@ -441,7 +441,7 @@ class AdmissionLedger(Leases):
         clock: Clock,
         lost_leases: LostLeases | None = None,
     ) -> None:
-        """sampling: of a prompt, by its id; lost_leases: of earlier attempts of the run; changes are recorded in it."""
+        """sampling: parameters by prompt id; lost_leases: of earlier attempts of the run; records changes."""
         if num_slots < groups_per_step:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = self._num_slots_open = num_slots
@@ -463,7 +463,7 @@ class AdmissionLedger(Leases):
         return self._num_slots_taken < self._num_slots_open
 
     def tighten(self, num_slots: int) -> None:
-        """Use only this many slots, but at least a batch's worth: groups admitted from now on are less stale."""
+        """Use only this many slots, at least groups_per_step: groups admitted from now on are less stale."""
         self._num_slots_open = min(self.num_slots, max(self.groups_per_step, num_slots))
 
     @property
@@ -474,8 +474,8 @@ class AdmissionLedger(Leases):
     def admit(self, prompt: Prompt, policy_version: int, *, size: int = 0, again: bool = False) -> int:
         """Take a slot for this prompt and return the new group's id; policy_version is what generators serve now.
 
-        size: rollouts wanted for it, if more than group_size.  again: it had a slot before the run was interrupted; it
-        gets one, free or not, and waits for `readmit`.  Raises LedgerError, changing nothing, when no slot is free.
+        size: rollouts wanted, if more than group_size.  again: the group had a slot before an interruption; it gets
+        one, free or not, and waits for `readmit`.  Raises LedgerError, changing nothing, when no slot is free.
         """
         if not (self.has_slot or again):
             raise LedgerError(f"no free slot among {self._num_slots_open} for prompt {prompt.prompt_id}")
@@ -492,9 +492,9 @@ class AdmissionLedger(Leases):
     def readmit(self, live_version: int) -> list[GroupRecord]:
         """Let restored groups be granted, oldest first, while they are among the num_slots oldest that have a slot.
 
-        If steps cannot be repeated, more groups come back than there are slots, admitted under versions that do not
-        exist yet.  Sampled at once, the last ones would be far too stale when their turn comes.  Returns the groups
-        that from now on count as admitted under live_version.
+        If steps cannot be repeated, more groups are restored than there are slots, admitted under versions that do not
+        exist yet.  Sampled at once, the last ones would be far too stale by the time they are trained.  Returns the
+        groups that from now on count as admitted under live_version.
         """
         changed = []
         while self._waiting:
@@ -512,7 +512,7 @@ class AdmissionLedger(Leases):
     # ---------------------------------------------------------------------------------------------------- leases
 
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
-        """Lease free members of one group to a generator, at most credit_samples; None: there is nothing for it.
+        """Lease free members of one group to a generator, at most credit_samples; None: nothing can be granted to it.
 
         Returned groups come first, then fresh ones, oldest first; a suspect group may get a generator of its own.
         """
@@ -574,7 +574,7 @@ class AdmissionLedger(Leases):
         return part if len(part) >= least else []
 
     def begin(self, part: Sequence[int]) -> None:
-        """The next batch includes these groups, which `part` has just told."""
+        """Begin the next batch with these groups, which `part` has just returned."""
         self._choice.begun += part
 
     def take(self, num_groups: int, step: int) -> list[int] | None:
@@ -585,7 +585,7 @@ class AdmissionLedger(Leases):
         return chosen
 
     def take_these(self, group_ids: Sequence[int], step: int) -> None:
-        """Move finished groups, begun ones included, into a batch; LedgerError, before any, where they are not."""
+        """Move finished groups, begun ones included, into a batch.  Raises LedgerError, first, if one is unfinished."""
         for group_id in group_ids:
             if group_id not in self._untaken or not self._untaken[group_id].is_finished:
                 raise LedgerError(f"group {group_id} cannot be taken: it is {self._whereabouts(group_id)}")
@@ -596,7 +596,7 @@ class AdmissionLedger(Leases):
             group.step = step
 
     def release(self, group_ids: Sequence[int]) -> None:
-        """Free the slots of groups whose weights are live.  Raises LedgerError, before any, if one is not taken."""
+        """Free the slots of groups whose weights are live.  Raises LedgerError, first, if one is not taken."""
         for group_id in group_ids:
             if group_id not in self._taken:
                 raise LedgerError(f"group {group_id} cannot be released: it is {self._whereabouts(group_id)}")
@@ -609,13 +609,13 @@ class AdmissionLedger(Leases):
     # ------------------------------------------------------------------------------------------------ inspection
 
     def wanted(self, group_id: int, sample_index: int) -> GroupRecord | None:
-        """The record, read-only, of a group that wants this member; None: `deliver` would not take it."""
+        """The record, read-only, of a group that wants this member; None: `deliver` would ignore the member."""
         group = self._untaken.get(group_id)
         members = group.members if group is not None else []
         return group if 0 <= sample_index < len(members) and not members[sample_index].is_delivered else None
 
     def is_wanted(self, group_id: int, sample_index: int) -> bool:
-        """True if `deliver` would take this member."""
+        """True if `deliver` would accept this member."""
         return self.wanted(group_id, sample_index) is not None
 
     def is_open(self, group_id: int) -> bool:
@@ -623,7 +623,7 @@ class AdmissionLedger(Leases):
         return group_id in self._untaken
 
     def open_record(self, group_id: int) -> GroupRecord | None:
-        """The record, read-only, of a group that is in flight or finished; None: it is neither."""
+        """The record, read-only, of a group that is in flight or finished; None for any other."""
         return self._untaken.get(group_id)
 
     def open_groups(self) -> list[int]:

@@ -1,19 +1,19 @@
-"""Append-only files of records: the one form in which rollouts, events and partial rollouts are kept.
+"""Append-only files of records: the format of rollouts, events and partial rollouts on disk.
 
     NAME_000000.log, NAME_000001.log …
 
     bytes 0–1023   "rlhpc log", newline, JSON of a FileHead, newline, its CRC32 as eight hexadecimal digits, zeros
     records        b"RLHP" or b"RLHS" │ crc32 u32 │ bytes u32 │ attempt u32 │ message, a multiple of 8 bytes
 
-The checksum covers all that follows it.  A message is a dataclass as transport/codec.py encodes it in one piece, with a
-sequence number.  All numbers are little-endian.  The first bytes are for people and for other versions: a file in which
-they are damaged is read all the same.
-"RLHS" (synced) says that everything before it was on disk when it was written: so begins every write, and a record
-without a message says it at the end of what a file begins with, and of a file that was closed.  Damage behind the last
-of them is a write that a crash cut short, and nobody was told of its records; any other damage came later.
-Guarantees: what `append` has returned from survives the death of this process and of its machine.  A failed write
-changes nothing that was durable, and the next one goes to the same place.  A damaged record costs itself: the next
-whole one is found by its first four bytes, which begin at a multiple of 8.  What is read is what was written.
+The checksum covers everything after it.  A message is a dataclass as transport/codec.py encodes it in one piece, with a
+sequence number.  All numbers are little-endian.  The first 1,024 bytes are for people and for other versions: a file is
+read even if they are damaged.
+"RLHS" (synced) says that everything before it was on disk when it was written.  Every write begins with it; a record
+without a message says it after a file's first records and at the end of a closed file.  Damage behind the last RLHS
+is a write that a crash cut short, whose records were never reported as durable; any other damage came later.
+Guarantees: records survive the death of this process and of its machine once `append` has returned.  A failed write
+changes nothing that was durable, and the next write goes to the same place.  A damaged record costs itself alone: the
+next whole one is found by its first four bytes, which begin at a multiple of 8.  No damaged record is returned.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MOST_BUFFERS = 512  # of one system call; the limit is 1,024
 
 @dataclass(frozen=True, slots=True)
 class FileHead:
-    """What a file says of itself."""
+    """Head of a log file: schema, kind, run, attempt."""
 
     kind: str
     run_name: str
@@ -66,7 +66,7 @@ class FileHead:
 
 @dataclass(frozen=True, slots=True)
 class LogKind:
-    """Files of one kind: how they are called, and which messages they hold."""
+    """A kind of log: file name, content in words, and types of its messages."""
 
     name: str  # of files
     content: str  # in words
@@ -89,7 +89,7 @@ class LogKind:
 
 
 class FramedRecord(NamedTuple):
-    """A record of a file, as what is to be written one after the other."""
+    """An encoded record: the pieces to write, in order."""
 
     head: bytearray
     pieces: Sequence[Any]
@@ -115,14 +115,14 @@ class LogEncoder:
 
 
 def _one_write(records: Sequence[FramedRecord]) -> list[Any]:
-    """The pieces of records that are written at once, the first of which says that what is before it was synced."""
+    """The pieces of records for one write; the first record is marked SYNCED: everything before it is on disk."""
     if records:
         records[0].head[: len(SYNCED)] = SYNCED
     return [piece for record in records for piece in (record.head, *record.pieces)]
 
 
 def _synced(attempt: int) -> bytes:
-    """A record without a message: what is before it was synced."""
+    """A SYNCED record without a message: everything before it is on disk."""
     lead = bytearray(_LEAD.pack(SYNCED, 0, 0, attempt))
     _CRC.pack_into(lead, _CRC_AT, crc32(memoryview(lead)[_CRC_END:]))
     return bytes(lead)
@@ -141,19 +141,19 @@ class LogWriter:
         fence: Fence | None = None,
         wall_clock: Clock = time.time,
     ) -> None:
-        """Creates no file until `begin`."""
+        """Create no file until `begin`."""
         self._kind, self._directory, self._fence, self._wall_clock = kind, directory, fence, wall_clock
         self._run_name, self._attempt = run_name, attempt
         self._descriptor: int | None = None
         self.num_bytes = 0  # of the file that are on disk; 0: none is open
-        self._has_failed = False  # whether the last write did: its records may stand behind them
+        self._has_failed = False  # the last write failed: its records may stand behind those bytes
 
     def begin(self, number: int | None = None, first: int = 0, records: Sequence[FramedRecord] = ()) -> None:
-        """Make a file that begins with these records: with that number, or the one after the last.
+        """Make a file that begins with these records; its number is `number`, or the one after the last file's.
 
         first: see FileHead.
 
-        Raises JournalError, and no record of it counts; OwnershipLost.
+        Raises JournalError (none of the records counts then), OwnershipLost.
         """
         self.close()
         with self.writing():
@@ -168,10 +168,10 @@ class LogWriter:
         self.num_bytes = len(block)
 
     def append(self, records: Sequence[FramedRecord]) -> None:
-        """Write records behind those that are on disk, and return once they are, too.
+        """Write records behind those on disk; return once the new ones are on disk, too.
 
         Raises JournalError: the next call writes to the same place.  OwnershipLost: another attempt owns the run
-        directory, and counts none of these.
+        directory, and none of these records counts.
         """
         num_bytes = sum([record.num_bytes for record in records])
         with self.writing():
@@ -187,11 +187,11 @@ class LogWriter:
     def close(self) -> None:
         """Close the file.  Idempotent.
 
-        After a failed write nothing is written behind what is on disk: another attempt may have read its records.
+        After a failed write nothing more is written: another attempt may have read the records of the failed write.
         """
         if self._descriptor is not None:
             if not self._has_failed:
-                with contextlib.suppress(OSError):  # without it, damage of the last write would pass for a crash
+                with contextlib.suppress(OSError):  # without it, damage in the last write looks like a crash
                     os.pwrite(self._descriptor, _synced(self._attempt), self.num_bytes)
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
@@ -199,18 +199,18 @@ class LogWriter:
         self.num_bytes, self._has_failed = 0, False
 
     def refuse_if_lost(self) -> None:
-        """Raise OwnershipLost if another attempt owns the run directory; OSError if the disk does not say who does."""
+        """Raise OwnershipLost if another attempt owns the run directory; OSError if the owner cannot be read."""
         if self._fence is not None:
             self._fence.check()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Errors of the disk become a JournalError."""
+        """Turn OSErrors of the block into JournalErrors."""
         try:
             yield
         except OSError as error:
             with contextlib.suppress(OSError):  # the same disk may refuse this, too
-                self.refuse_if_lost()  # the usual reason, where the staging directory is gone
+                self.refuse_if_lost()  # the usual reason for a missing staging directory
             what = f"{self._directory}: {self._kind.content} cannot be written"
             raise JournalError(f"{what}: {error.strerror or error}") from error
 
@@ -267,7 +267,7 @@ def _behind(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class LogContent:
-    """The records of a file whose checksum holds, and where there is something else."""
+    """The records of a file with a correct checksum, and the places of all other bytes."""
 
     path: Path
     head: FileHead
@@ -308,12 +308,12 @@ def damage_in_words(damage: Sequence[tuple[int, int]]) -> str:
 def read_log(
     path: Path, kind: LogKind, *, start: int = 0, is_mapped: bool = False, is_verified: bool = True
 ) -> LogContent:
-    """Everything in a file that is whole, from a byte on at which a record begins.
+    """The undamaged records of a file, from a byte on at which a record begins.
 
     is_mapped: for callers that keep many files at once.  The verified copy is freed; arrays are views of the mapped
     file, whose pages the system reads on access and may evict.  The file may be deleted meanwhile.
-    is_verified: False: checksums are not compared, and of a mapped file only what is looked at is read.
-    Raises JournalError: it is not a log of this kind, is of another version, or cannot be read.
+    is_verified: False: checksums are not compared, and only the accessed bytes of a mapped file are read.
+    Raises JournalError: the file is not a log of this kind, is of another version, or cannot be read.
     """
     with _opened(path) as descriptor:
         head = _read_head(path, descriptor, kind)
@@ -331,7 +331,7 @@ def read_log(
 
 
 def read_head(path: Path, kind: LogKind) -> FileHead:
-    """What a file says of itself.  Raises as read_log, and if it is damaged."""
+    """Head of a file.  Raises as read_log, and if the head is damaged."""
     with _opened(path) as descriptor:
         head = _read_head(path, descriptor, kind)
     if head is None:
@@ -341,7 +341,7 @@ def read_head(path: Path, kind: LogKind) -> FileHead:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor; errors while it is read name the file."""
+    """Descriptor of an open file; JournalErrors of the block name the file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -361,7 +361,7 @@ def _head_block(head: FileHead) -> bytes:
 
 
 def _read_head(path: Path, descriptor: int, kind: LogKind) -> FileHead | None:
-    """None: it is damaged."""
+    """Head of an open file; None if it is damaged."""
     block = os.pread(descriptor, HEAD_BYTES, 0)
     document, _, rest = block[len(MAGIC) :].partition(b"\n")
     if not block.startswith(MAGIC) or rest[:9] != f"{crc32(document):08x}\n".encode():
@@ -398,7 +398,7 @@ def _read_from(descriptor: int, start: int) -> NDArray[np.uint8]:
 def _find_records(
     data: NDArray[np.uint8], start: int, *, is_verified: bool
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
-    """Find records in the bytes from `start` on, what is none, and up to where all was synced."""
+    """Find the records from byte `start` on, the bytes that are none, and the end of what was synced."""
     view, at, known, synced = data.data, 0, 0, 0  # known: the end of the last record
     places, damage = list[tuple[int, int]](), list[tuple[int, int]]()
     marks: Iterator[int] = iter(())
@@ -420,7 +420,7 @@ def _find_records(
             is_mark = (words[1:] == _MARK_WORD) | (words[1:] == _SYNCED_WORD)
             marks = iter((known + 8 * np.flatnonzero(is_mark) + 8).tolist())
         at = next(marks, len(view))
-    if data[known:].any():  # zeros: a length that was on disk before the bytes
+    if data[known:].any():  # zeros: the file's length was on disk before its bytes
         damage.append((start + known, start + len(data)))
     return places, damage, start + synced
 

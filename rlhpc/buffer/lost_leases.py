@@ -1,8 +1,8 @@
-"""Count what each prompt may have killed, generators and reward workers, and keep the counts in a file of lines.
+"""Count the generators and reward workers that each prompt may have killed; keep the counts in a file of lines.
 
 Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is identified by its
 record (PromptSource.record_of), so that its counts survive a restart of the run, and the next epoch, which draws it
-again.  Its tokens may be those of every other record: an agent or environment says the rest.  Pure; `LostLeaseFile`
+again.  Its tokens may be the same for every record, where an agent or environment adds the rest.  Pure; `LostLeaseFile`
 keeps the counts on disk.
 
 Most deaths are caused by the node or by another prompt, and hit many innocent prompts at once: the first lost lease has
@@ -65,7 +65,7 @@ class LineFile(Generic[Line]):
                     yield found
 
     def append(self, lines: Sequence[Any]) -> bool:
-        """Write lines to disk.  False, with a warning: the disk refuses.  Raises OwnershipLost."""
+        """Write lines to disk.  Returns False, with a warning, if the disk refuses.  Raises OwnershipLost."""
         data = "".join(f"{json.dumps(asdict(line))}\n" for line in lines)
         try:
             if self._fence is not None:
@@ -87,19 +87,19 @@ MOST_WORDS = 500  # characters of an error that are kept
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What a prompt may have killed."""
+    """Deaths of generators and reward workers that a prompt may have caused."""
 
     prompt: str  # RecordName.key
     lost_leases: int  # most leases lost by one of its samples to deaths of generators since it was last completed
     together: int  # groups that the generator held at the last death
-    workers: int = 0  # groups in a row that a completion ended whose reward worker died
+    workers: int = 0  # consecutive groups that ended with the death of a reward worker
     source: str = ""  # file and line of the record, for people
     why: str = ""  # the last death
 
     def company(self, max_attempts: int) -> int:
-        """Groups that a generator may hold when this is one of them; ANY_COMPANY: any number.
+        """Number of groups that a generator may hold when this is one of them; ANY_COMPANY: any.
 
-        Alone from the last attempt but one: a prompt that lost its leases to others' faults has one attempt left then.
+        1 from the last attempt but one on: a prompt that lost leases through others' faults then has an attempt left.
         """
         if self.lost_leases >= max(1, max_attempts - 2):
             return 1
@@ -111,7 +111,7 @@ class Suspicion:
 
     @property
     def text(self) -> str:
-        """Which record, what it may have killed, and how, for people."""
+        """Description for people: the record, what it may have killed, and how."""
         deaths = (("generator", self.lost_leases, "sampling"), ("reward worker", self.workers, "judging"))
         counts = [f"{number} {who}{'s' * (number > 1)} died {what} it" for who, number, what in deaths if number]
         last = f", the last: {self.why}" if self.why else ""
@@ -142,11 +142,11 @@ class LostLeases:
 
     @property
     def all(self) -> list[Suspicion]:
-        """Every suspicion there is."""
+        """All suspicions."""
         return list(self._by_prompt.values())
 
     def record_death(self, struck: Sequence[tuple[Prompt, int]], why: str = "") -> list[Suspicion]:
-        """A generator has died that sampled these prompts, each with the leases it has lost so far."""
+        """Count the death of a generator that sampled these prompts, each with the leases it has lost so far."""
         suspicions = [
             replace(self._known(prompt), lost_leases=lost_leases, together=len(struck), why=why)
             for prompt, lost_leases in struck
@@ -155,18 +155,18 @@ class LostLeases:
         return suspicions
 
     def record_worker_death(self, prompt: Prompt, why: str) -> None:
-        """A reward worker has died of a completion."""
+        """Count the death of a reward worker that judged a completion of this prompt."""
         known = self._known(prompt)
         self._change([replace(known, workers=known.workers + 1, why=why[:MOST_WORDS])])
 
     def clear_lost_leases(self, prompt: Prompt) -> None:
-        """The prompt was sampled to the end: no generator has died of it."""
+        """Clear the deaths of generators: the prompt was sampled to the end."""
         suspicion = self.of(prompt)
         if suspicion is not None and suspicion.lost_leases:
             self._change([replace(suspicion, lost_leases=0, together=0)])
 
     def clear_workers(self, prompt: Prompt) -> None:
-        """All its completions were judged: no reward worker has died of one."""
+        """Clear the deaths of reward workers: all completions of the prompt were judged."""
         suspicion = self.of(prompt)
         if suspicion is not None and suspicion.workers:
             self._change([replace(suspicion, workers=0)])
@@ -205,7 +205,7 @@ class LostLeaseFile:
         return self._lines.read()
 
     def suspicions(self) -> list[Suspicion]:
-        """What holds after the last line, by prompt.  Raises OSError."""
+        """Suspicions after the last line, by prompt.  Raises OSError."""
         return LostLeases(self.read()).all
 
     def append(self, book: LostLeases) -> None:

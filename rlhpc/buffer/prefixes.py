@@ -7,8 +7,8 @@ In this file: their encoding; prefixes made of the pieces that generators report
 A file begins with everything known so far, then new pieces are appended; once it has grown to several times its first
 size, the next file begins, and older ones are deleted: disk use is never much more than the running rollouts.
 Guarantees: a written piece survives the death of this process and of its machine; a damaged record costs its pieces and
-those that continue them, and is never misread.  Nothing waits for these files: a failed write is given up, and the next
-file begins with everything known then.
+those that continue them, and is never misread.  Nothing waits for these files: after a failed write the next file
+begins with everything known then.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PartialRollout:
         return self.start + len(self.tokens.token_ids)
 
     def follows(self, known: Prefix | None) -> bool:
-        """Whether it continues what is known, or replaces it."""
+        """True if the piece continues the known prefix, or replaces it."""
         if self.start == 0:
             return True
         return known is not None and len(known.token_ids) == self.start and id_checksum(known.token_ids) == self.before
@@ -77,7 +77,7 @@ def id_checksum(token_ids: Int32, before: int = 0) -> int:
 
 
 def joined(known: Prefix | None, partial: PartialRollout) -> Prefix:
-    """What is known with a piece that follows it."""
+    """The known prefix, extended or replaced by a piece that follows it."""
     if partial.start == 0 or known is None:
         return partial.tokens
     return Prefix(
@@ -88,7 +88,7 @@ def joined(known: Prefix | None, partial: PartialRollout) -> Prefix:
 
 
 def up_to_version(prefix: Prefix, newest: int) -> Prefix | None:
-    """The tokens before the first one that a version above `newest` sampled; None: there are none."""
+    """The tokens before the first one sampled by a version above `newest`; None: there are none."""
     newer = np.flatnonzero(prefix.versions > newest)
     if not len(newer):
         return prefix if len(prefix.token_ids) else None
@@ -218,9 +218,9 @@ Member = tuple[int, int]  # group, sample index
 
 @dataclass(slots=True)
 class Receipt:
-    """What became of a report."""
+    """Result of receiving a report."""
 
-    kept: list[PartialRollout] = field(default_factory=list)  # those that changed a prefix
+    kept: list[PartialRollout] = field(default_factory=list)  # pieces that changed a prefix
     wanted: list[Member] = field(default_factory=list)  # members whose beginning is not known here
     refused: list[str] = field(default_factory=list)  # descriptions of impossible pieces
     unwanted: list[int] = field(default_factory=list)  # groups that are finished or dropped
@@ -235,10 +235,10 @@ class PartialIntake:
         self._ledger, self._max_tokens = ledger, max_tokens
 
     def receive(self, holder: str, partials: Sequence[PartialRollout], newest_version: int) -> Receipt:
-        """Extend the prefixes of members that this generator holds, and renew its leases of them.
+        """Extend the prefixes of members that this generator holds, and renew their leases.
 
-        newest_version: the newest that any generator can have sampled with.  Ignored: members of other generators, and
-        groups not admitted yet: a controller that lost an admission will admit the same prompt again.
+        newest_version: newest version that any generator can have sampled with.  Ignored: members of other generators,
+        and groups not admitted yet: a controller that lost an admission will admit the same prompt again.
         """
         receipt = Receipt()
         for partial in partials:
@@ -267,7 +267,7 @@ class PartialIntake:
         return receipt
 
     def whole(self, members: Iterable[Member]) -> list[PartialRollout]:
-        """The prefixes of these members, for those that have one and whose group is still open."""
+        """The prefixes of these members, if they have one and their group is still open."""
         found = []
         for group_id, index in members:
             group = self._ledger.open_record(group_id)
@@ -282,9 +282,9 @@ class PartialIntake:
         return self.whole((group_id, i) for group_id, group in groups if group for i in range(len(group.members)))
 
     def restore(self, partials: Mapping[Member, PartialRollout], newest_version: int) -> list[PartialRollout]:
-        """Give unfinished members what an earlier attempt of the run knew of them; return what they got.
+        """Give unfinished members their prefixes of an earlier attempt of the run; return these.
 
-        newest_version: the newest that this attempt has or will repeat: tokens from the first newer one on are cut off.
+        newest_version: newest version that this attempt has or will repeat; cut before the first token of a newer one.
         """
         members = []
         for (group_id, index), partial in partials.items():
@@ -345,7 +345,7 @@ def partial_paths(directory: Path) -> list[Path]:
 
 
 def read_partial_file(path: Path) -> PartialFile:
-    """Every whole record of a file.  Raises JournalError: it cannot be read, or is of another version."""
+    """Every undamaged record of a file.  Raises JournalError: the file cannot be read, or is of another version."""
     content, partials = read_log(path, PARTIALS), list[PartialRollout]()
     for number, stored in content.messages():
         try:
@@ -356,9 +356,9 @@ def read_partial_file(path: Path) -> PartialFile:
 
 
 def read_partials(directory: Path, first_attempt: int = 0) -> tuple[dict[Member, PartialRollout], list[str]]:
-    """The last that was known of each member, as a piece from its first token on; and descriptions of what is damaged.
+    """The last known prefix of each member, as a piece from its first token on; and descriptions of damage.
 
-    Includes members that were finished later.  first_attempt: what earlier attempts wrote does not count.
+    Includes members that were finished later.  first_attempt: files of earlier attempts do not count.
     Raises OSError.
     """
     known, problems = dict[Member, PartialRollout](), list[str]()
@@ -387,7 +387,7 @@ class PartialLog:
     """The only writer of an attempt's files.  One thread at a time."""
 
     def __init__(self, directory: Path, attempt: int, fence: Fence | None = None, run_name: str = "") -> None:
-        """Creates no file until there is something to write."""
+        """Create no file until there is something to write."""
         self._directory, self._encoder = directory, LogEncoder(PARTIALS, attempt)
         self._writer = LogWriter(PARTIALS, directory, run_name=run_name, attempt=attempt, fence=fence)
         self._num_records = self._most_bytes = 0  # of the file
@@ -399,13 +399,13 @@ class PartialLog:
 
     @property
     def wants_all(self) -> bool:
-        """Whether `begin` is to be called next, with all that is known: there is no file, or it has grown too large."""
+        """True if `begin` is to be called next, with everything known: there is no file, or it has grown too large."""
         return self._writer.num_bytes >= self._most_bytes
 
     def append(self, pieces: Sequence[PartialRollout]) -> None:
         """Write pieces and return once they are on disk.
 
-        Raises JournalError: they are given up, and `wants_all` holds.  OwnershipLost.
+        Raises JournalError: the pieces are given up, and `wants_all` is True.  OwnershipLost.
         """
         try:
             with self._writer.writing():
@@ -416,7 +416,7 @@ class PartialLog:
             raise
 
     def begin(self, everything: Sequence[PartialRollout]) -> None:
-        """Begin a file with all that is known, and delete older ones.  Raises as `append`."""
+        """Begin a file with everything known, and delete older files.  Raises as `append`."""
         self.close()
         with self._writer.writing():
             older = partial_paths(self._directory)
@@ -425,7 +425,7 @@ class PartialLog:
         self._delete(older)
 
     def discard(self) -> None:
-        """Delete all files: nothing is running any more.  Raises as `append`."""
+        """Delete all files, when nothing is running any more.  Raises as `append`."""
         self.close()
         with self._writer.writing():
             older = partial_paths(self._directory)

@@ -1,9 +1,9 @@
-"""The durable history of a run: rollouts as they arrive, and what becomes of their groups; one commit for both.
+"""The durable history of a run: rollouts as they arrive, and events of their groups; one commit for both.
 
     add, note ──▶ in memory ──▶ commit, by a thread ──▶ journal_NNNNNN.log, then events_NNNNNN.log ──▶ num_durable
 
 Input: ScoredRollout, Event.  Output: the files that history.py reads.  Guarantees: when an event is on disk, all
-rollouts that were added before it are; what a commit could not write is written by the next one, in the same order.
+rollouts that were added before it are; items that a commit could not write are written by the next, in the same order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RolloutJournal:
 
     @property
     def position(self) -> Position:
-        """The current position: what is added later lies behind it."""
+        """The current position: everything added later lies behind it."""
         return Position(self._attempt, self._events.num_added, self._last)
 
     def holds(self, position: Position) -> bool:
@@ -71,9 +71,9 @@ class RolloutJournal:
         self._events.add(event)
 
     def commit(self) -> int:
-        """Write what was added before this call; return the number up to which rollouts are on disk.
+        """Write everything added before this call; return the number up to which rollouts are on disk.
 
-        Raises JournalError when something cannot be written, which stays in memory; OwnershipLost.
+        Raises JournalError when something cannot be written (it stays in memory), OwnershipLost.
         """
         num_events = self._events.num_pending  # read first: rollouts added before these events are pending now
         records: Sequence[JournalRecord] = self._pending[:]
@@ -90,6 +90,6 @@ class RolloutJournal:
         return self.num_durable
 
     def close(self) -> None:
-        """Close the files; what was not committed is lost."""
+        """Close the files; uncommitted items are lost."""
         self._files.close()
         self._events.close()

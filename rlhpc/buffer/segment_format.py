@@ -66,7 +66,7 @@ def deflated_chunks(values: NDArray[Any], chunk: int) -> Iterator[bytes]:
 
 
 def _num_stored_planes(kind: np.dtype[Any]) -> int:
-    """How many bytes of an entry, the low ones first, are stored without trying to compress them."""
+    """Number of bytes of an entry, the low ones first, that are stored uncompressed."""
     if kind.kind == "f":
         return kind.itemsize - 1
     return 2 if kind.kind == "i" and kind.itemsize == 4 else 0
@@ -172,7 +172,7 @@ def _scalar() -> h5s.SpaceID:
 
 @lru_cache(maxsize=32)
 def _layout(chunk: int) -> h5p.PropDCID:
-    """How a dataset is stored; chunk: entries per chunk; 0: contiguous and not compressed."""
+    """Layout of a dataset; chunk: entries per chunk; 0: contiguous and not compressed."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_obj_track_times(False)
     if chunk:

@@ -67,7 +67,7 @@ def write_sealed(path: Path, data: bytes, *, staging: Path | None = None) -> Non
         if is_listed(path):
             if path.read_bytes() != data:
                 raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
-            sync_directory(path.parent)  # a try before has made it, and heard an error
+            sync_directory(path.parent)  # an earlier try has made the file and then failed
             return
         _write_durably(partial, data)
         rename(partial, path)
@@ -91,7 +91,7 @@ def segment_paths(directory: Path) -> list[Path]:
 
 
 def segments_that_are_left(directory: Path, tell: Callable[[str], object]) -> list[Path]:
-    """The segments of a directory in order; one that is missing between two others is told, and left out."""
+    """The segments of a directory in order; a missing one between two others is reported, and left out."""
     try:
         return segment_paths(directory)
     except SegmentError as error:
@@ -176,7 +176,7 @@ class SegmentWriter:
         self._pending_since_s = 0.0
         self._num_before_cut = 0  # pending groups that were added before the last cut
         self._index_after_cut = first_index
-        # Written by a try that failed, and perhaps there: the next one writes the same bytes.
+        # Written by a failed try, and perhaps on disk: the next try writes the same bytes.
         self._refused: tuple[Sequence[ResolvedGroup], bytes] | None = None
         self._counting = threading.Lock()  # held briefly only: pending groups, and the position of the cut
 
@@ -192,7 +192,7 @@ class SegmentWriter:
 
     @property
     def is_due(self) -> bool:
-        """Enough groups are pending, or one has been for long enough."""
+        """True if enough groups are pending, or one has been pending for long enough."""
         if not self._pending:
             return False
         is_full = len(self._pending) >= self._max_groups or self._num_pending_tokens >= MAX_SEGMENT_TOKENS
@@ -214,9 +214,9 @@ class SegmentWriter:
                 self._index_after_cut = self._next_index
 
     def seal_to_cut(self) -> int:
-        """Seal what was added before the last cut; return the number of the first segment after it.
+        """Seal the groups added before the last cut; return the number of the first segment after it.
 
-        Raises as seal does; what was sealed before stays sealed.
+        Raises as seal does; segments sealed before that stay sealed.
         """
         while self._num_before_cut:
             self.seal()

@@ -1,6 +1,6 @@
 """Every interface of the ring, on one page.
 
-What users write has an example of a few lines beside it, and a page: RewardFunction (docs/rewards.md, Your own reward
+Contracts of user code have a short example beside them, and a page: RewardFunction (docs/rewards.md, Your own reward
 function), AdvantageEstimator and PolicyLoss (docs/algorithms.md); environments have rlhpc/protocol/environment.py.
 
 ABC where we own implementations with a life cycle, Protocol for plain callables.  Each method says what it raises and
@@ -374,7 +374,7 @@ class WeightPublisher(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """The result of a reward function that says more than a number.
+    """The result of a reward function that returns more than a number.
 
     RewardOutcome(1.1, is_correct=True, parts={"answer": 1.0, "brevity": 0.1}, answer="42")
     """

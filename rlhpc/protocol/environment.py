@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # --------------------------------------------------------------------------------------------------------- tool schemas
 #
-# The tools of the environment "tools" as models are told of them: JSON schemas of functions, by name.
+# The tools of the environment "tools" as models see them: JSON schemas of functions, by name.
 #
 # Chat templates write them into the prompt, in the words that a model knows.  What the tools do: rewards/environments/.
 

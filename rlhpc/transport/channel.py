@@ -112,7 +112,7 @@ class ZmqServer(ServerChannel):
 
     @property
     def peers(self) -> frozenset[str]:
-        """Names that have greeted us, as every opened channel does; they may have died since."""
+        """Names of peers that have greeted us, as every opened channel does; they may have died since."""
         return self._peers.names
 
     @property
@@ -154,13 +154,13 @@ class ZmqServer(ServerChannel):
         self._binding.remove()
 
     def close_now(self) -> None:
-        """Close where nobody can have connected and nothing was sent, so that there is nothing to wait for."""
+        """Close without waiting, if nobody can have connected and nothing was sent."""
         self._end()
         terminate(self._context)
         self._binding.remove()
 
     def _keep_address(self) -> None:
-        """Look again and again whether a cleaner of temporary files has deleted the socket, which keeps others out."""
+        """Listen again if a cleaner of temporary files has deleted the socket, which keeps others out."""
         try:
             if self._binding.renew(self._socket):
                 self._pump.drain()

@@ -87,7 +87,7 @@ Runs: TypeAlias = tuple[list[Any], list[int]]  # value of each run, length of ea
 
 MIN_BYTES = 1 << 10  # shorter arrays are cheaper to copy than to check
 MAX_RUNS = 16
-FREE_BYTES = 1 << 20  # what the runs of any message may grow to
+FREE_BYTES = 1 << 20  # that the runs of any message may grow to
 MAX_GROWTH = 4  # and for each byte of it besides: a rollout has 8 bytes a token that are no runs, and 5 that may be
 
 
@@ -430,7 +430,7 @@ class _Source:
     def __init__(
         self, head: Frame, frames: Sequence[Frame], cursor: int, all_inline: bool, *, own_end: int | None = None
     ) -> None:
-        """own_end: the message ends there in `head`, and our own encoder wrote it: its values are not looked at."""
+        """own_end: end of the message in `head`, if our own encoder wrote it; its values are then not checked."""
         self._is_checked, self._end = own_end is not None, len(head) if own_end is None else own_end
         self._head, self._frames, self._cursor, self._all_inline = head, frames, cursor, all_inline
         self._next_frame = 0

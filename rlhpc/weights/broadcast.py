@@ -70,7 +70,7 @@ class Votes:
 
     @classmethod
     def of(cls, total: int) -> Votes:
-        """Return the counts that the sum of all votes spells."""
+        """Return the counts encoded in the sum of all votes."""
         return cls(total & _MASK, total >> _BITS & _MASK, total >> 2 * _BITS & _MASK)
 
     def mean_a_delta(self, offered: int, world_size: int) -> bool:

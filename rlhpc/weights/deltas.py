@@ -102,7 +102,7 @@ class HostImage:
 
 
 def is_mostly_16_bit(manifest: WeightManifest) -> bool:
-    """Whether most of it is 16-bit: of float32 numbers nearly all change in every step."""
+    """True if most bytes are of 16-bit numbers: nearly all float32 numbers change in every step."""
     small = sum(tensor_bytes(spec) for spec in manifest.tensors if DTYPE_BYTES[spec.dtype] == 2)
     return 2 * small > sum(tensor_bytes(spec) for spec in manifest.tensors)
 

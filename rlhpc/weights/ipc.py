@@ -81,8 +81,8 @@ class Line:
         return message
 
     def close(self) -> None:
-        """Close it, from any thread: one that waits here for the other end is woken, and loses it.  Idempotent."""
-        with contextlib.suppress(OSError):  # not connected any more; to close a file is to wait for who reads it
+        """Close the socket (thread-safe): a thread blocked in read or write raises Lost.  Idempotent."""
+        with contextlib.suppress(OSError):  # not connected any more; close() alone would wait for a blocked reader
             self._connection.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):  # bytes left to flush to a peer that is gone
             self._file.close()

@@ -270,7 +270,7 @@ class HostShadow:
             self._whole = self._receiving = None
 
     def _begin(self) -> tuple[int, _Memory]:
-        """Identity of what is held, and the memory of it."""
+        """Identity of the bytes held, and their memory."""
         with self._lock:
             held, memory = self._identity, self._memory
             self._whole, self._identity, self._receiving = None, 0, memory
@@ -308,7 +308,7 @@ class _Memory:
         self._digest = digest
 
     def release(self) -> None:
-        """Let go of it, once the copies into it that this thread has launched have ended."""
+        """Free the blocks, once the copies into them that this thread has launched have ended."""
         self._digest = None
         if self._is_pinned and self.blocks:
             torch.cuda.current_stream().synchronize()
