@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.buffer.lost_leases import LineFile
-from rlhpc.roles.controller import controller
+from rlhpc.roles.controller import frame
 from rlhpc.roles.controller.run_status import TimelineEntry
 from tests.patience import PATIENCE_S
 from tests.simulator.real_time import Attempted, RealTime, WatchedDisk
@@ -47,7 +47,7 @@ async def until(disk: WatchedDisk) -> None:
 def test_a_stop_in_the_middle_of_a_write_neither_overlaps_nor_loses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
-    monkeypatch.setattr(controller, "SHOWN_S", 0.05)
+    monkeypatch.setattr(frame, "SHOWN_S", 0.05)
     run, disk = RealTime(tmp_path / "run", 1, **SECTIONS), WatchedDisk(held=held)
 
     async def stop(attempted: Attempted) -> None:

@@ -14,7 +14,7 @@ test holds this table true):
     LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
     TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
-    CheckpointWriter._complete  reported()        Controller._hear _outlast_save
+    CheckpointWriter._complete  reported()        Controller._hear; ControllerFrame._outlast_save
 
 The train loop waits for the trainer's answers besides (batch_maker.py), for weights to be live before it saves, and
 for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of persistence.py.
@@ -25,9 +25,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from rlhpc.algorithms.packing import FlopCost, warm_up
 from rlhpc.algorithms.samples import RewardShaping
@@ -39,12 +41,9 @@ from rlhpc.config.rules import Config
 from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import (
     ChannelError,
-    ChannelTimeout,
-    CheckpointError,
     JournalError,
     OwnershipLost,
     RoleFailed,
-    RunDirectoryError,
     SegmentError,
 )
 from rlhpc.protocol.messages import (
@@ -63,8 +62,9 @@ from rlhpc.protocol.messages import (
     WeightsLive,
 )
 from rlhpc.rewards.outcomes import ErrorGate
-from rlhpc.roles.controller.batch_maker import RANK_0, TrainerLink
+from rlhpc.roles.controller.batch_maker import TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
+from rlhpc.roles.controller.frame import PAUSE_COUNTS_FOR, ControllerFrame
 from rlhpc.roles.controller.guarding import GuardFile, Guarding
 from rlhpc.roles.controller.leases import AwakeClock, LeaseDispatcher, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling, PartialKeeping, PatientSealing
@@ -79,12 +79,7 @@ from rlhpc.transport.sessions import is_same_start
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
-PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
-LOOK_S = 0.5  # between two looks whether the trainer is alive that writes a checkpoint
 CLOSE_S = 15.0  # for a disk that refuses at the end of a run that has failed, or was stopped
-FAREWELL_S = 2.0  # for StopRole to reach the others
-SHOWN_S = 10.0  # for the disk to take the status by which the others are told to leave
-CLOSING_S = 60.0  # for the disk to take what only this process has
 ANSWER_S = 1.0  # for a process to receive a message: the loop that sends it waits
 OUTLIVES_CONTROLLERS = ("generator-", "reward-")  # a trainer that is taken for dead ends the attempt
 
@@ -174,17 +169,11 @@ def _cost_of(config: Config) -> FlopCost:
 
 
 @dataclass(kw_only=True, eq=False)
-class Controller:
+class Controller(ControllerFrame):
     """Runs the parts that `assemble` has built: all loops at once, then what ends a run."""
 
-    context: RoleContext
-    control: ServerChannel
     leases: ServerChannel
-    awake: AwakeClock
     state: ControllerState
-    disk: DiskWriter
-    registry: ProcessRegistry
-    trainer: TrainerLink
     weight_sync: WeightSync
     processes: RunProcesses
     journaling: Journaling
@@ -193,63 +182,32 @@ class Controller:
     loop: TrainLoop
     partials: PartialKeeping
     sealing: PatientSealing
-    checkpoints: CheckpointWriter
-    board: StatusBoard
     recorder: RunRecorder
 
     # ---------------------------------------------------------------------------------------------------------- running
 
-    async def run_and_close(self, stop: StopRequest) -> None:
-        """Run; whatever ends it, tell the others to leave, then write what is only in memory."""
-        try:
-            try:
-                await self.run(stop)
-            finally:
-                await self.say_farewell()
-        finally:
-            await self.close()
+    def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """Return the endless loops, beside training."""
+        return (
+            self._hear(),  # waits for the control channel
+            self._take_in(),  # for the channel of leases
+            self.dispatcher.run(),  # for wake()
+            self._watch(),  # for the clock, and its writes
+            self.journaling.run(),  # for received(), durable(), commit_soon(); then for its lane
+            self.partials.run(),  # for receive(), handed_back(); then for its lane
+            self.recorder.run(),  # for record(); then for its lane
+            self.recorder.lag.run(),  # for the clock
+        )
 
-    async def run(self, stop: StopRequest) -> None:
-        """Run until the last step or `stop`; then finish the records."""
-        try:
-            await self._run_loops(stop)
-        except BaseExceptionGroup:
-            await self._outlast_save(stop.event)
-            raise
-        await self._close_run()
+    async def stop_waiting(self) -> None:
+        """Admit no prompt more, and wait for no generator."""
+        self.dispatcher.is_open = False
+        await self.weight_sync.stop_waiting()
 
-    async def _run_loops(self, stop: StopRequest) -> None:
-        async with asyncio.TaskGroup() as group:
-            loops = [
-                group.create_task(loop)
-                for loop in (
-                    self._hear(),  # waits for the control channel
-                    self._take_in(),  # for the channel of leases
-                    self.dispatcher.run(),  # for wake()
-                    self._watch(),  # for the clock, and its writes
-                    self.journaling.run(),  # for received(), durable(), commit_soon(); then for its lane
-                    self.partials.run(),  # for receive(), handed_back(); then for its lane
-                    self.recorder.run(),  # for record(); then for its lane
-                    self.recorder.lag.run(),  # for the clock
-                    self.awake.run(),  # for the clock
-                )
-            ]
-            training, stopped = group.create_task(self._train(stop.event)), group.create_task(stop.event.wait())
-            await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
-            self.dispatcher.is_open = False
-            await self.weight_sync.stop_waiting()
-            if self.board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
-                await stop.wait_for(training)
-            for task in (*loops, stopped, training):
-                task.cancel()
-
-    async def _train(self, stop: asyncio.Event) -> None:
+    async def train(self, stop: asyncio.Event) -> None:
         """Repeat recorded steps, publish, train to the last step.  Waits for the trainer, groups and live weights."""
         await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
-        ready = await self.trainer.ready(self.context.meet_timeout_s, self._missing_trainers)
-        if ready.policy_version != self.loop.version:
-            theirs, ours = ready.policy_version, self.loop.version
-            raise CheckpointError(f"the trainer is at policy version {theirs}, the controller at {ours}")
+        ready = await self.trainer_is_ready(self.loop.version)
         self.weight_sync.describe(ready.manifest, ready.device)
         if self.state.replay.steps:
             self.recorder.training_begins()
@@ -261,10 +219,6 @@ class Controller:
         await self.loop.begin()
         self.recorder.training_begins()
         await self.loop.run(stop, self.recorder.record, self.checkpoints)
-
-    def _missing_trainers(self) -> list[str]:
-        ranks = (f"trainer-{rank}" for rank in range(self.context.config.trainer.num_ranks))
-        return [name for name in ranks if self.registry.member(name) is None]
 
     async def _hear(self) -> None:
         """Receive control messages of all roles.  Waits for their channel; wakes dispatcher and train loop."""
@@ -326,39 +280,15 @@ class Controller:
             await self.disk.segments.run(self.sealing.tick)
             await self.processes.write()
             self.dispatcher.wake()
-            await self._show()
+            await self.show()
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
-    async def _outlast_save(self, stop: asyncio.Event) -> None:
-        """A run has failed: wait for the trainer's report on a checkpoint as long as it lives, then for the journal.
+    def loops_of_a_save(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """Return the journal's: a checkpoint is complete only when the journal has all that it knows."""
+        return (self.journaling.run(),)
 
-        Not after `stop`.  A checkpoint is complete only when the journal has all that it knows; a failure is logged.
-        """
-        checkpoints = self.checkpoints
-        if checkpoints.awaits_trainer:
-            log.warning("the run has failed; waiting for the trainer to finish writing a checkpoint")
-        while checkpoints.awaits_trainer and not stop.is_set():
-            if self.registry.member(RANK_0) is None or RANK_0 in self.registry.silent():
-                return
-            self.awake.look()
-            with suppress(ChannelTimeout):
-                name, message = await self.control.receive(LOOK_S)
-                if isinstance(message, Heartbeat):
-                    self.registry.record(name, message)
-                elif isinstance(message, SaveReport):
-                    checkpoints.reported(message)
-        if checkpoints.awaits_trainer:
-            return
-        ends = [asyncio.create_task(checkpoints.finish()), asyncio.create_task(self.journaling.run())]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for task in ends:
-            task.cancel()
-        for error in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(error, (CheckpointError, JournalError)):
-                log.error("the last checkpoint was not completed either", exc_info=error)
-
-    async def _close_run(self) -> None:
+    async def close_run(self) -> None:
         """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
         context, state = self.context, self.state
         is_complete = self.loop.step >= context.config.run.num_steps
@@ -372,51 +302,14 @@ class Controller:
             await patiently_awaited(lambda: lane.run(summarise, layout, *facts), layout.summary)
         self.board.figures.phase = "complete" if is_complete else "stopped"
 
-    async def say_farewell(self) -> None:
-        """Send StopRole to every process, and whether another controller will follow."""
-        self.board.figures.is_ending = True
-        with suppress(OwnershipLost):  # first: whoever sees a process end knows that it was told to
-            await self._show(SHOWN_S)
-        is_complete = self.board.figures.phase == "complete"
-        farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
-        ranks = self.registry.names("trainer")
-        others = [name for name in self.registry.names() if not (self.trainer.obeys and name in ranks)]
-        for name in others:
-            with suppress(ChannelError):  # it is gone already
-                await self.control.send(name, farewell, timeout_s=FAREWELL_S)
-        if self.trainer.obeys and RANK_0 in ranks:  # which tells the other ranks
-            with suppress(ChannelError):
-                await self.trainer.tell(farewell)
-        await self._show(SHOWN_S)
-
-    async def close(self) -> None:
-        """Write to disk what is only in memory: rollouts that a failed run still holds, lost leases, metrics.
-
-        Whatever becomes of one of them, all are tried; then the first failure is raised.  RunDirectoryError: the disk
-        has not answered for CLOSING_S.
-        """
-        self.checkpoints.give_up()
-        is_complete = self.board.figures.phase == "complete"
-        last = [
-            asyncio.ensure_future(each)
-            for each in (
-                self._keep_rollouts(),
-                self.partials.close(is_complete=is_complete),
-                self.processes.write(),
-                self.recorder.close(),
-            )
-        ]
-        _, late = await asyncio.wait(last, timeout=CLOSING_S)
-        unfinished = await self.disk.close(0.0 if late else CLOSING_S)
-        if late or unfinished:
-            for each in late:
-                each.cancel()
-            names = ", ".join(unfinished)
-            raise RunDirectoryError(
-                f"{self.context.layout.root}: the disk has not answered for {CLOSING_S:g} s: {names}"
-            )
-        for each in last:
-            each.result()
+    def last_writes(self, *, is_complete: bool) -> Sequence[Coroutine[Any, Any, None]]:
+        """Write rollouts that a failed run still holds, lost leases, metrics."""
+        return (
+            self._keep_rollouts(),
+            self.partials.close(is_complete=is_complete),
+            self.processes.write(),
+            self.recorder.close(),
+        )
 
     async def _keep_rollouts(self) -> None:
         journal, segments = self.state.journal, self.state.segments
@@ -430,12 +323,6 @@ class Controller:
             log.exception("%d groups could not be sealed", segments.num_pending)
         finally:
             await self.disk.journal.run(journal.close)
-
-    async def _show(self, limit_s: float | None = None) -> None:
-        """Write the status; after limit_s leave it to be written.  Raises OwnershipLost."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self.disk.notes.run(self.board.write, self.board.document())
 
 
 # -------------------------------------------------------------------------------------------------------- run processes
