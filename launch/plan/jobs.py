@@ -183,10 +183,12 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
 
 
 def _components(config: Config, site: Site) -> tuple[JobComponent, ...]:
-    trainer, generator = trainer_shape(config, site.trainer), generation_shape(config, site.generation)
+    trained = (_controller(config, site), _trainer(config, trainer_shape(config, site.trainer), site))
+    if config.is_supervised:  # nobody samples, and no node is held for it
+        return trained
+    generator = generation_shape(config, site.generation)
     components = (
-        _controller(config, site),
-        _trainer(config, trainer, site),
+        *trained,
         _gpu_component("generation", Share("generator", generator.num_tasks), generator, site.generation, site.common),
     )
     return components if site.rewards is None else (*components, _rewards(config, site.rewards, site.common))
@@ -194,7 +196,7 @@ def _components(config: Config, site: Site) -> tuple[JobComponent, ...]:
 
 def _controller(config: Config, site: Site) -> JobComponent:
     """One task: the batch step, which also runs the reward services if they have no separate nodes."""
-    beside = config.rewards.num_replicas if site.rewards is None else 0
+    beside = config.rewards.num_replicas if site.rewards is None and not config.is_supervised else 0
     derived = CONTROLLER_CPUS + beside * _reward_cpus(config)
     return JobComponent(
         name="controller",

@@ -55,13 +55,15 @@ def trainer_threads(config: Config, num_cores: int) -> int:
 
 
 def shares_of(config: Config) -> tuple[Share, ...]:
-    """Controller, reward services, trainer ranks, generators, in the order in which they are started."""
-    return (
+    """Controller, reward services, trainer ranks, generators, in the order in which they are started; none without."""
+    samples = not config.is_supervised
+    shares = (
         Share("controller", 1),
-        Share("reward", config.rewards.num_replicas),
+        Share("reward", samples * config.rewards.num_replicas),
         Share("trainer", config.trainer.num_ranks),
-        Share("generator", config.generation.num_replicas),
+        Share("generator", samples * config.generation.num_replicas),
     )
+    return tuple(share for share in shares if share.num_processes)
 
 
 def process_names(config: Config) -> list[str]:
@@ -71,31 +73,62 @@ def process_names(config: Config) -> list[str]:
 
 def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
     """Describe in a few lines what will run, and its limits."""
-    admission, generation, trainer = config.admission, config.generation, config.trainer
     counts = [f"{share.num_processes} {share.role}" for share in shares_of(config)]
+    stage = "supervised fine-tuning, " * config.is_supervised
     lines = [
-        f"run         {config.run.name}: {counted(config.run.num_steps, 'step')} in {layout.root}",
+        f"run         {config.run.name}: {stage}{counted(config.run.num_steps, 'step')} in {layout.root}",
         f"processes   {', '.join(counts)}",
-        f"batch       {counted(admission.groups_per_step, 'group')} of {_describe_sizes(config)} rollouts a step, "
-        f"up to {generation.max_prompt_tokens} + {generation.max_completion_tokens} tokens each",
-        f"admission   {counted(admission.num_slots, 'slot')}, {_describe_window(config.window_groups)}; "
-        f"staleness never above {admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
-        f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
-        f"learning rate {config.stepped.learning_rate:g}{_describe_fall(trainer)}",
-        *_describe_adapters(config),
-        _describe_algorithm(config),
-        *_describe_critic(config),
-        f"generation  {generation.engine}, {counted(generation.num_replicas, 'replica')}, "
-        f"up to {generation.max_num_seqs} sequences each, weights by {gpus.transport or config.weights.transport}",
+        *(_describe_stage(config) if config.is_supervised else _describe_admission(config)),
+        *_describe_trainer(config.trainer, config),
+        *([] if config.is_supervised else _describe_sampling(config, gpus)),
         *([f"gpus        {describe_gpus(gpus)}"] if gpus.devices else []),
         f"checkpoint  every {_steps(config.checkpoint.every_steps)}; a crash between two costs at most the training of "
-        "these steps, on the rollouts of the journal: nothing is sampled again",
+        "these steps" + ("" if config.is_supervised else ", on the rollouts of the journal: nothing is sampled again"),
         *_describe_evaluations(config),
-        f"deaths      {_describe_deaths(config)}",
+        *([] if config.is_supervised else [f"deaths      {_describe_deaths(config)}"]),
         f"sockets     {config.transport.kind}, "
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]
     return "\n".join(lines)
+
+
+def _describe_admission(config: Config) -> Iterator[str]:
+    admission, generation = config.admission, config.generation
+    yield (
+        f"batch       {counted(admission.groups_per_step, 'group')} of {_describe_sizes(config)} rollouts a step, "
+        f"up to {generation.max_prompt_tokens} + {generation.max_completion_tokens} tokens each"
+    )
+    yield (
+        f"admission   {counted(admission.num_slots, 'slot')}, {_describe_window(config.window_groups)}; "
+        f"staleness never above {admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)")
+    )
+
+
+def _describe_sampling(config: Config, gpus: GpuMap) -> Iterator[str]:
+    generation = config.generation
+    yield _describe_algorithm(config)
+    yield from _describe_critic(config)
+    yield (
+        f"generation  {generation.engine}, {counted(generation.num_replicas, 'replica')}, "
+        f"up to {generation.max_num_seqs} sequences each, weights by {gpus.transport or config.weights.transport}"
+    )
+
+
+def _describe_stage(config: Config) -> Iterator[str]:
+    """Lines about batches and the held-out loss of supervised fine-tuning."""
+    sft = config.sft
+    yield f"batch       {counted(sft.batch_size, 'conversation')} of up to {config.longest_conversation} tokens a step"
+    if sft.held_out or any(each.held_out for each in config.demonstrations):
+        stop = "" if sft.early_stop == "off" else f"; stops after {sft.early_stop} without a lower one"
+        yield f"held out    loss every {_steps(sft.evaluate_every)} and at the end{stop}"
+
+
+def _describe_trainer(trainer: TrainerConfig, config: Config) -> Iterator[str]:
+    yield (
+        f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
+        f"learning rate {config.stepped.learning_rate:g}{_describe_fall(trainer)}"
+    )
+    yield from _describe_adapters(config)
 
 
 def _describe_adapters(config: Config) -> list[str]:
@@ -207,13 +240,15 @@ def local_plan_document(
     """
     meet_s = ClusterConfig.model_fields["meet_s"].default
     limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, config.run.log_bytes, is_attended=True)
-    controller, rewards, trainer, generation = shares_of(config)
+    shares = {share.role: share for share in shares_of(config)}
     each = num_cores // len(process_names(config))
     threads = trainer_threads(config, each) if "trainer-0" in gpus.devices else 1
     components = [
-        _component("controller", [controller, rewards], gpus),
-        _component("trainer", [trainer], gpus, hides_gpus=config.trainer.device == "cpu", num_threads=threads),
-        _component("generation", [generation], gpus),
+        _component("controller", [shares[role] for role in ("controller", "reward") if role in shares], gpus),
+        _component(
+            "trainer", [shares["trainer"]], gpus, hides_gpus=config.trainer.device == "cpu", num_threads=threads
+        ),
+        *([_component("generation", [shares["generator"]], gpus)] if "generator" in shares else []),
     ]
     if config.evaluation:  # as the command has it: with all threads that its libraries like
         components += [_component("evaluation", [Share(EVALUATOR, 1)], gpus) | {"defaults": {}}]

@@ -301,7 +301,7 @@ def _of_stage(sft: object, trainer: object) -> dict[str, Any]:
     size = number(sft, "batch_size", SftConfig.model_fields["batch_size"].default)
     return {
         "data": [],
-        "generation": {"max_prompt_tokens": 1, "max_completion_tokens": longest - 1},
+        "generation": {"engine": "none", "max_prompt_tokens": 1, "max_completion_tokens": longest - 1},
         "admission": {"groups_per_step": size, "group_size": 1},
     }
 

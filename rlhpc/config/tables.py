@@ -90,8 +90,9 @@ NOTHING_SAMPLED = "nothing is being sampled when weights are updated"
 class GenerationConfig(Section):
     """[generation]: sampling and engines."""
 
-    engine: Literal["vllm", "scripted"] = "vllm"
-    """"scripted" draws tokens from a seeded table instead of a model; for tests of everything else."""
+    engine: Literal["vllm", "scripted", "none"] = "vllm"
+    """"scripted" draws tokens from a seeded table instead of a model; for tests of everything else. "none", of
+    supervised fine-tuning, samples nothing."""
     num_replicas: Annotated[Positive, Usual(1, 4096, PROCESSES)] = 1
     """Generators started with the run."""
     tensor_parallel: Annotated[Positive, Usual(1, 64, GPUS)] = 1
@@ -142,6 +143,13 @@ class GenerationConfig(Section):
     def max_tokens(self) -> int:
         """Most tokens of a prompt with its completion."""
         return self.max_prompt_tokens + self.max_completion_tokens
+
+    @rule
+    def a_run_that_samples_has_an_engine(self, config: Config, key: Keys) -> Faults:
+        """`engine` = `"none"`: where `run.stage` is `"sft"`, and there alone."""
+        if (self.engine == "none") != config.is_supervised:
+            legal = "'none'" if config.is_supervised else "'vllm', 'scripted'"
+            yield f"{key.engine} with {key.run.stage}; legal: {legal}"
 
     @rule
     def an_engine_step_holds_every_sequence(self, config: Config, key: Keys) -> Faults:

@@ -99,6 +99,33 @@ def test_reward_services_run_beside_the_controller_unless_they_have_a_section():
     assert (rewards.nodes, rewards.tasks_per_node, rewards.cpus_per_task) == (1, 2, 9)
 
 
+@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
+def test_supervised_fine_tuning_holds_nodes_for_controller_and_trainer_alone(placement, tmp_path):
+    (tmp_path / "run.toml").write_text(
+        '[run]\nname = "taught"\ndirectory = "/shared/runs/taught"\n[model]\npath = "/m"\n'
+        '[[demonstrations]]\npath = "/d.jsonl"\n[sft]\nheld_out = 0.1\nearly_stop = 3\n'
+        '[trainer]\ntoken_budget = 4096\nnum_ranks = 2\ndevice = "cuda"\n'
+    )
+    config = load_config(tmp_path / "run.toml", [])
+    site = site_of(cluster={"placement": placement, "shared_directory": "/shared"}, rewards={})
+    plan = plan_jobs(config, site, RunLayout(config.run_directory))
+    assert num_processes(plan) == {"controller": 1, "trainer": 2}
+    assert component_of(plan, "controller").cpus_per_task == 2
+    assert map_gpus(config, VisibleGpus(("0", "1"))).devices == {"trainer-0": ("0",), "trainer-1": ("1",)}
+    document = local_plan_document(
+        config, RunLayout(config.run_directory), map_gpus(config, VisibleGpus(("0", "1"))), 5, 8
+    )
+    parts = json.loads(document)["jobs"][0]["components"]
+    assert [(part["name"], [share["role"] for share in part["roles"]]) for part in parts] == [
+        ("controller", ["controller"]), ("trainer", ["trainer"])
+    ]  # fmt: skip
+    said = describe_plan(config, RunLayout(Path("/run")), map_gpus(config, VisibleGpus(("0", "1"))))
+    assert "batch       64 conversations of up to 4096 tokens a step" in said
+    assert "held out    loss every 50 steps and at the end; stops after 3 without a lower one" in said
+    assert "generation" not in said
+    assert "rollouts" not in said
+
+
 def test_a_section_overrules_what_is_common():
     common = {"partition": "all", "account": "us", "extra": ["--licenses=a:1"]}
     plan = plan_of(common=common, trainer={"partition": "h100", "extra": []}, controller={"account": "them"})
