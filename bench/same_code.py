@@ -1,8 +1,9 @@
 """Show that a change moved code and changed none: the same definitions before and after, wherever they stand.
 
 Input: two revisions of this repository.  Output: how many top-level statements (functions, classes, constants; not
-imports) are equal by ast.dump, how many differ in names and texts alone (each renaming, with how often), how many were
-copies of another, and every other one.  `module.name` counts as `name`.  Exit status 1 if there is another one.
+imports) are equal by ast.dump without docstrings, how many differ in names and texts alone (each renaming, with how
+often), how many were copies of another, and every other one.  `module.name` counts as `name`.  Exit status 1 if there
+is another one.
 
     python -m bench.same_code BEFORE AFTER [FOLDER …]
 """
@@ -19,24 +20,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("id", "attr", "name", "arg", "asname", "module")  # fields of nodes that hold identifiers
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FOLDERS = ("rlhpc", "launch", "tests/engines")
 
 Placed = tuple[str, ast.stmt]  # "path:line", statement
 
 
 def statements(revision: str, folders: Sequence[str]) -> Iterator[Placed]:
-    """Top-level statements of a revision, without docstrings of modules and without imports."""
+    """Top-level statements of a revision, without docstrings and without imports."""
     paths = [path for path in _git("ls-tree", "-r", "--name-only", revision).splitlines() if path.endswith(".py")]
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths}
     for path in paths:
         if not path.startswith(tuple(f"{folder}/" for folder in folders)):
             continue
         tree = ast.parse(_git("show", f"{revision}:{path}"), path)
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+                node.body[:1] = [] if node.body[1:] or isinstance(node, ast.Module) else [ast.Pass()]
         plain = _Plain(modules, tree)
-        for number, node in enumerate(tree.body):
-            is_docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for node in tree.body:
             is_of_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-            if not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring and not is_of_types:
+            if not isinstance(node, ast.Import | ast.ImportFrom) and not is_of_types:
                 yield f"{path}:{node.lineno}", plain.visit(node)
 
 
