@@ -61,7 +61,7 @@ from rlhpc.rewards.outcomes import DIED, INVALID, RAISED, NoReward, TaskCounts
 log = logging.getLogger("rlhpc.agents")
 LOOPBACK = "127.0.0.1"
 IDLE_CONNECTION_S = 75.0
-SHUTDOWN_S = 0.1  # for requests in hand; their sessions are over
+SHUTDOWN_S = 0.1  # for requests under way; their sessions are over
 _Read = Callable[[object, SamplingSettings], AgentRequest]
 _Whole = Callable[[str, AgentTurn, AgentRequest], dict[str, Any]]
 _Pieces = Callable[[str, AgentTurn, AgentRequest], Iterator[dict[str, Any]]]
@@ -70,14 +70,14 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an agent needs to reach its session; the key is not for logs."""
+    """Address and key with which an agent reaches its session; the key is not for logs."""
 
     base_url: str
     key: str
 
 
 class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
-    """Leaves out what is no HTTP: whoever reaches the port could fill the log with tracebacks."""
+    """Drops records of requests that are not HTTP: anyone who reaches the port could fill the log with tracebacks."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log as a logger does."""
@@ -86,7 +86,7 @@ class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
 
 
 class AgentServer:
-    """One HTTP server; sessions come and go."""
+    """HTTP server for the sessions of a generator."""
 
     def __init__(self, *, run: SamplingSettings, max_request_bytes: int) -> None:
         self._run, self._max_request_bytes = run, max_request_bytes
@@ -124,17 +124,17 @@ class AgentServer:
         log.info("agents sample at %s", self.address)
 
     async def close(self) -> None:
-        """Refuse further requests; those in hand end.  Idempotent."""
+        """Refuse further requests, and end those under way.  Idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     def admit(self, session: AgentSession) -> Access:
-        """Let a session be reached from now on, with this key."""
+        """Accept requests to a session from now on, with this key."""
         self._sessions[session.name] = session
         return Access(f"{self.address}/{session.name}/v1", self._key_of(session.name))
 
     def dismiss(self, session: AgentSession) -> None:
-        """Nobody asks it any more."""
+        """Refuse further requests to a session."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
 
@@ -151,7 +151,7 @@ class AgentServer:
         return is_right and kind.lower() == "bearer"
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
-        """A client that asks before it sends a body is told nothing more than others."""
+        """Answer "Expect: 100-continue": 401 without the right key, as for any request."""
         if not self._is_allowed(request):
             return web.Response(status=401)
         if request.transport is not None:
@@ -236,7 +236,7 @@ def _without_halves(body: Any) -> Any:
 
 
 async def _without_server(_request: web.Request, response: web.StreamResponse) -> None:
-    """Versions of libraries are for nobody."""
+    """Remove the Server header, which shows versions of libraries."""
     response.headers.pop("Server", None)
 
 
@@ -251,7 +251,7 @@ MOST_TEMPLATES = 64  # sets of tools
 
 
 class Agents:
-    """The agents of one generator; outlives its sessions with controllers."""
+    """The agents of one generator; lives on when its controller changes."""
 
     def __init__(self, config: Config, tokenizer: PromptTokenizer) -> None:
         agent = config.agent
@@ -262,13 +262,13 @@ class Agents:
         self._rules = SessionRules(config.environment.call_form, agent.turn_timeout_s, self._template_for)
         self.counts = TaskCounts()  # sessions and their failures, under the name "agent"
         self._places, self._opening = asyncio.Semaphore(agent.max_sessions), asyncio.Lock()
-        self._placed: set[str] = set()  # sessions
+        self._placed: set[str] = set()  # sessions with a place
 
     @asynccontextmanager
     async def session(self, request: RolloutRequest, judge: Judge | None) -> AsyncIterator[AgentSession]:
-        """The agent of a rollout, which is started when it is waited for; what is left of it at the end is killed.
+        """Session of a rollout's agent, which starts at the first wait and is killed at the end of the block.
 
-        judge: of the last turn, where the dataset's task is one.
+        judge: scores the last turn, if the dataset has such a task.
         """
         session = AgentSession(secrets.token_hex(8), self._rules, judge, partial(self._begin, request.prompt.reference))
         try:
@@ -277,7 +277,7 @@ class Agents:
             self._finish(session)
 
     async def _begin(self, record: str, session: AgentSession) -> None:
-        """Wait for a place, and start the process.  Raises RoleFailed if there can be none."""
+        """Wait for a place, and start the process.  Raises RoleFailed if it cannot be started."""
         await self._places.acquire()
         self._placed.add(session.name)
         endpoint = await self._open()
@@ -309,8 +309,6 @@ class Agents:
     async def _open(self) -> AgentServer:
         async with self._opening:
             if self._endpoint is None:
-                # Its library is of an extra, and nobody else's matter.
-
                 generation, agent = self._config.generation, self._config.agent
                 endpoint = AgentServer(
                     run=SamplingSettings(generation.temperature, generation.stop),
@@ -321,7 +319,7 @@ class Agents:
             return self._endpoint
 
     def _template_for(self, tools: Sequence[Mapping[str, Any]]) -> DialogueTemplate:
-        """Raises ConfigError if there is none with these tools."""
+        """Template with these tools, cached.  Raises ConfigError if the chat template refuses them."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._templates:
             if len(self._templates) >= MOST_TEMPLATES:
@@ -331,14 +329,14 @@ class Agents:
 
 
 def _without_proxy(url: str) -> dict[str, str]:
-    """Variables by which a client goes to this address itself, where a site's http_proxy would send it elsewhere."""
+    """Environment variables that exempt this address from a site's http_proxy."""
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = known if known.strip() == "*" else ",".join(filter(None, (known, urlsplit(url).hostname)))
     return {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
 def _ended(session: AgentSession, ended: Ended) -> None:
-    """The process is gone: what it has printed is its report, unless it has reported before."""
+    """End the session of a process that has ended: its output is its report, unless it has reported before."""
     if ended.fault:
         session.fail(ended.fault, RAISED if ended.status > 0 else DIED)
         return

@@ -1,4 +1,4 @@
-"""The process that starts agents, one process for each, and tells how they end.
+"""The process that starts agents, one process each, and reports how they end.
 
     generator ── Start, Kill: JSON lines ──▶ host ── fork ──▶ agent, agent, …
               ◀── Ready, Ended: JSON lines ──     ◀─ last line of what it prints, exit status
@@ -6,7 +6,7 @@
 Started by processes.py as `python -m rlhpc.agents.host PARENT_PID FUNCTION|-- COMMAND…`.  A function's
 module is imported once, here, and each call runs in a fork of this process: an agent costs no imports.  It has one
 thread and no event loop, so that forks are sound.  Every agent leads a process group of its own, which is killed when
-it ends or is not wanted any more; all of them when standard input closes, or the generator dies.
+the agent ends or is to be killed; all groups are killed when standard input closes, or the generator dies.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from rlhpc.protocol.errors import ConfigError, RoleFailed
 #
 # The processes of a generator's agents, as the generator sees them: started, ended, killed.
 #
-# Input: a session and its record.  Output: how its process ended, once.  They are children of one host (host.py), which
-# is started with the first of them, and again after it has died; then every agent that it had has died, too.
+# Input: a session and its record.  Output: the end of its process, once.  Agents are children of one host, which is
+# started with the first agent, and again after it has died, together with all its agents.
 
 log = logging.getLogger("rlhpc.agents")
 START_TIMEOUT_S = 120.0  # for the user's imports
-_LONGEST_LINE = 1 << 20  # of the host's; what agents print is cut before
+_LONGEST_LINE = 1 << 20  # from the host, which cuts the output of agents
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended."""
+    """End of an agent's process."""
 
     status: int  # negative: by this signal
-    said: str  # the end of what it has printed
-    why: str = ""  # where there was no process at all
+    said: str  # the end of its output
+    why: str = ""  # reason if there was no process at all
 
     @property
     def fault(self) -> str:
-        """What is wrong with that; "" for nothing."""
+        """Description of a failed end; "" for success."""
         if self.why:
             return self.why
         if self.status < 0:
@@ -73,7 +73,7 @@ class AgentProcesses:
     """Belongs to one event loop, and to the thread that runs it."""
 
     def __init__(self, function: str, command: Sequence[str]) -> None:
-        """function: package.module:function, or "", then command is executed."""
+        """function: package.module:function; "": command is executed instead."""
         self._what = (function,) if function else ("--", *command)
         self._told: dict[str, Told] = {}
         self._host: Process | None = None
@@ -82,7 +82,7 @@ class AgentProcesses:
         self.num_hosts = 0
 
     async def start(self, session: str, record: str, variables: dict[str, str], told: Told) -> None:
-        """Start an agent; told: called once, when it has ended.  Raises RoleFailed if there can be none."""
+        """Start an agent; told: called once, when it has ended.  Raises RoleFailed if it cannot be started."""
         async with self._starting:
             if self._host is None:
                 await self._open()
@@ -95,12 +95,12 @@ class AgentProcesses:
         await self.close()
 
     def kill(self, session: str) -> None:
-        """It is not wanted any more, and nobody is told how it ends."""
+        """Kill the agent of a session; its end is not reported."""
         if self._told.pop(session, None) is not None:
             self._say(kill=session)
 
     async def close(self) -> None:
-        """Kill all of them, and wait until the host is gone.  Idempotent."""
+        """Kill all agents, and wait until the host is gone.  Idempotent."""
         self._told.clear()
         host, listening = self._host, self._listening
         if host is not None:
@@ -121,7 +121,7 @@ class AgentProcesses:
             *child_command("rlhpc.agents.host", str(os.getpid()), *self._what),
             stdin=PIPE,
             stdout=PIPE,
-            env=child_environment(CUDA_VISIBLE_DEVICES=""),  # the engine's are not theirs
+            env=child_environment(CUDA_VISIBLE_DEVICES=""),  # the engine's GPUs are not for agents
             start_new_session=True,
             limit=_LONGEST_LINE,
         )
@@ -139,7 +139,7 @@ class AgentProcesses:
         self._listening = asyncio.create_task(self._listen(host))
 
     async def _listen(self, host: Process) -> None:
-        """Tell how agents end, until the host does; one that cannot be listened to any more is killed."""
+        """Pass on the ends of agents until the host ends; a host whose output cannot be read is killed."""
         has_ended = False
         try:
             await self._pass_on(host)
@@ -169,7 +169,7 @@ class AgentProcesses:
 
 
 def _name_of(number: int) -> str:
-    """Signals between SIGRTMIN and SIGRTMAX have a number alone."""
+    """Name of a signal; those between SIGRTMIN and SIGRTMAX have only a number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -177,7 +177,7 @@ def _name_of(number: int) -> str:
 
 
 async def _why_not_ready(host: Process) -> str:
-    """Wait until it has imported the user's module; "" once it has."""
+    """Wait until the host has imported the user's module; returns "", or the error."""
     assert host.stdout is not None
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -189,27 +189,27 @@ async def _why_not_ready(host: Process) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------- host
 
-MOST_KEPT = 1 << 16  # bytes of what an agent prints, from the end
-LONGEST_TEXT = 500  # characters of a text that an agent's function returns; of a detail no more is kept (session.py)
+MOST_KEPT = 1 << 16  # bytes of an agent's output, from the end
+LONGEST_TEXT = 500  # characters of a text that an agent's function returns; the limit of details (session.py)
 _PIECE = 1 << 16
 _PARENT_DIED = signal.SIGHUP
 _LEFT_TO_THE_GENERATOR = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals every process
 _RAISED = 1  # exit status of an agent that was a function
-_NO_PROGRAM = 127  # as of a shell
+_NO_PROGRAM = 127  # as in a shell
 
 
 @dataclass(slots=True)
 class _Agent:
-    """One that runs."""
+    """A running agent."""
 
     pid: int
     output: int  # reading end of its pipe
     said: bytes = b""
-    is_told: bool = False  # its pipe has ended
+    is_told: bool = False  # its pipe has reached the end
 
 
 class Host:
-    """Agents by the name of their session."""
+    """Running agents, by session."""
 
     def __init__(
         self, function: Callable[[Any], object] | None, command: Sequence[str], inbox: int, outbox: int
@@ -238,7 +238,7 @@ class Host:
                 _kill(agent.pid)
 
     def say(self, **message: Any) -> None:
-        """One line."""
+        """Write one line to the generator."""
         line = json.dumps(message).encode() + b"\n"
         while line:
             line = line[os.write(self._outbox, line) :]
@@ -271,13 +271,13 @@ class Host:
         self._selector.register(output, selectors.EVENT_READ, session)
 
     def _bury(self, wakings: int) -> None:
-        """Some child has ended: tell of those agents that have."""
+        """Report the agents that have ended, once a child has."""
         with contextlib.suppress(BlockingIOError):
             os.read(wakings, _PIECE)
         for session, agent in list(self._agents.items()):
             if os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            _kill(agent.pid)  # what it has started and left behind; its number is nobody else's before it is waited for
+            _kill(agent.pid)  # processes that it left behind; its pid is not reused before it is waited for
             _, status = os.waitpid(agent.pid, 0)
             self._read(agent)
             if not agent.is_told:
@@ -288,7 +288,7 @@ class Host:
             self.say(ended=session, status=os.waitstatus_to_exitcode(status), said=said, why="")
 
     def _read(self, agent: _Agent) -> None:
-        """What it has printed, and no more than its end is kept."""
+        """Read an agent's output; keep the last MOST_KEPT bytes."""
         with contextlib.suppress(BlockingIOError):
             while not agent.is_told:
                 piece = os.read(agent.output, _PIECE)
@@ -300,7 +300,7 @@ class Host:
     # --------------------------------------------------------------------------------------------------- in the agent
 
     def _become(self, record: str, variables: Mapping[str, str], output: int) -> NoReturn:
-        """Be an agent, and nothing else, in the fork."""
+        """Run the agent in the fork; never returns."""
         status = 70
         try:
             os.setsid()
@@ -315,28 +315,27 @@ class Host:
                 self._execute(record, output)
             _draw_anew()
             status = _call(self._function, record, output)
-        except BaseException:  # noqa: BLE001  a copy of the host must never come back into its loop
+        except BaseException:  # noqa: BLE001  a copy of the host must never return into its loop
             traceback.print_exc()
         finally:
             os._exit(status)
 
     def _execute(self, record: str, output: int) -> NoReturn:
-        with (
-            tempfile.TemporaryFile() as file
-        ):  # a pipe would hold up who writes a long record to a program that reads none
+        # Not a pipe, which would block on a long record that the program does not read.
+        with tempfile.TemporaryFile() as file:
             file.write(record.encode())
             file.seek(0)
             os.dup2(file.fileno(), 0)
         os.dup2(output, 1)
         try:
             os.execvp(self._command[0], list(self._command))
-        except OSError as error:  # it was there when the run was checked, perhaps on another node
+        except OSError as error:  # it existed when the run was checked, perhaps on another node
             os.write(output, f"{self._command[0]}: {error.strerror}".encode())
         os._exit(_NO_PROGRAM)
 
 
 def _draw_anew() -> None:
-    """Seed the random numbers of libraries that the host has loaded: those of all forks would be the same.
+    """Reseed the random numbers of libraries that the host has loaded, which would be equal in all forks.
 
     Python seeds its own (random) at each fork.
     """
@@ -347,7 +346,7 @@ def _draw_anew() -> None:
 
 
 def _woken_by_children() -> int:
-    """A descriptor that can be read once a child has ended."""
+    """A descriptor that becomes readable when a child has ended."""
     wakings, wakes = os.pipe()
     for descriptor in (wakings, wakes):
         os.set_blocking(descriptor, False)
@@ -357,7 +356,7 @@ def _woken_by_children() -> int:
 
 
 def _call(function: Callable[[Any], object] | None, record: str, output: int) -> int:
-    """Call it; what it returns is the last line, and what it raises is told by its name."""
+    """Call the function: its result becomes the last line of output, an exception's name and text likewise."""
     assert function is not None
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     status = 0
@@ -377,18 +376,18 @@ def _call(function: Callable[[Any], object] | None, record: str, output: int) ->
 
 
 def _returned(function: Callable[[Any], object], record: str) -> str:
-    """What the function returned, in JSON."""
+    """Result of the function, as JSON."""
     returned = function(json.loads(record))
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     plain = _plain(returned)
-    if isinstance(plain, dict):  # the whole line has to fit into what is kept
+    if isinstance(plain, dict):  # the whole line has to fit into MOST_KEPT
         plain = {key: value[:LONGEST_TEXT] if isinstance(value, str) else value for key, value in plain.items()}
     return json.dumps(plain)
 
 
 def _plain(returned: object) -> object:
-    """A RewardOutcome as a dict; everything else as it is."""
+    """A RewardOutcome as a dict; anything else unchanged."""
     if hasattr(returned, "__dataclass_fields__"):
         names = ("reward", "is_correct", "detail")
         return {**getattr(returned, "parts", {}), **{name: getattr(returned, name) for name in names}}
@@ -396,7 +395,7 @@ def _plain(returned: object) -> object:
 
 
 def _kill(pid: int) -> None:
-    """The agent and all of its group; one that leads none yet, alone."""
+    """Kill an agent's process group, or the agent alone if it does not lead one yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
         return
@@ -420,7 +419,7 @@ def main(parent_pid: int, what: Sequence[str]) -> int:
     except ConfigError as error:
         host.say(ready=str(error.__cause__ if isinstance(error.__cause__, ConfigError) else error))
         return 1
-    # What was loaded is shared with every agent, unless its collector writes into it.
+    # Loaded modules share memory with every agent, unless the garbage collector writes into it.
     gc.collect()
     gc.freeze()
     host = Host(loaded, command, inbox, outbox)
@@ -430,14 +429,14 @@ def main(parent_pid: int, what: Sequence[str]) -> int:
 
 
 def _refuse_parameters(name: str, function: Callable[..., object]) -> None:
-    """Raises ConfigError for a function that cannot be called with a record."""
+    """Raise ConfigError for a function that cannot be called with a record."""
     try:
         inspect.signature(function).bind({})
     except TypeError as error:
         raise ConfigError(
             f"agent.function={name!r}: {error}; legal: a function that is called with the record alone"
         ) from error
-    except ValueError:  # of C: nobody can tell
+    except ValueError:  # written in C: no signature
         return
 
 

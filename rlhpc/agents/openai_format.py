@@ -1,6 +1,6 @@
 """Parse a chat completion request; refuse parameters that would be ignored or make log-probabilities wrong.
 
-Input: JSON as OpenAI's API has it (platform.openai.com/docs/api-reference/chat/create).  Output: AgentRequest; Refused,
+Input: JSON as in OpenAI's API (platform.openai.com/docs/api-reference/chat/create).  Output: AgentRequest; Refused,
 with a status and a message for people.  All rollouts of a run are sampled alike (docs/design.md, assumptions): a
 temperature other than the run's, or a truncated distribution (top_p, …), is refused.
 """
@@ -21,7 +21,7 @@ from rlhpc.environments.tools import FORMS, Call
 Message = Mapping[str, Any]  # normalised: content is text, calls have parsed arguments
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Keys that change what is sampled, with the only values that change nothing.
+# Keys that change the sampling distribution, with the only values that leave it unchanged.
 _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "n": (1,),
@@ -38,7 +38,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "modalities": (["text"],),
     }
 )
-# Keys that ask for nothing of the sampler.
+# Keys that do not affect sampling.
 _IDLE = frozenset(
     {
         "model", "messages", "tools", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options",
@@ -49,7 +49,7 @@ _IDLE = frozenset(
 
 
 class Refused(Exception):
-    """Not to be answered; status, code and message are for the agent."""
+    """A refused request; status, code and message are for the agent."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class AgentRequest:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None  # of this turn
-    model: str = ""  # as it was called
+    model: str = ""  # name given in the request
     is_streamed: bool = False
     with_usage: bool = False  # at the end of a stream
     plain: str | tuple[int, ...] | None = None  # the prompt of a text completion, not of a chat
@@ -71,14 +71,14 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How the run samples, which a request may repeat."""
+    """Sampling settings of the run, which a request may repeat."""
 
     temperature: float
     stop: tuple[str, ...] = ()
 
 
 def read_request(body: object, run: SamplingSettings) -> AgentRequest:
-    """Raises Refused."""
+    """Parse a chat completion request.  Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
     refuse_other_distributions(body, run)
@@ -97,7 +97,7 @@ def asked_of(
     tools: tuple[Mapping[str, Any], ...] = (),
     plain: str | tuple[int, ...] | None = None,
 ) -> AgentRequest:
-    """Read what a body says beside its messages, of a chat and of a text alike.  Raises Refused."""
+    """Read the fields of a body besides its messages or prompt.  Raises Refused."""
     options = body.get("stream_options") or {}
     return AgentRequest(
         messages=messages,
@@ -111,12 +111,12 @@ def asked_of(
 
 
 def is_same(mine: Sequence[Message], other: Sequence[Message]) -> bool:
-    """Whether two histories say the same; white space around a text does not count, it is not read again."""
+    """True if two histories are the same, apart from white space around texts, which is not read again."""
     return len(mine) == len(other) and all(_core(a) == _core(b) for a, b in zip(mine, other, strict=True))
 
 
 def first_difference(known: Sequence[Message], said: Sequence[Message]) -> int | None:
-    """The place of the first message of `known` that `said` has not; None: `said` begins with all of them."""
+    """Index of the first message in which `said` differs from `known`; None: `said` begins with all of `known`."""
     for place, message in enumerate(known):
         if place >= len(said) or _core(message) != _core(said[place]):
             return place
@@ -130,7 +130,7 @@ def _core(message: Message) -> Any:
 def refuse_other_distributions(
     body: Mapping[str, Any], run: SamplingSettings, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 ) -> None:
-    """more: other keys, with the only values that change nothing.  Raises Refused."""
+    """Raise Refused for keys that change the distribution; more: other such keys, with their neutral values."""
     fixed = {**_FIXED, "stop": (list(run.stop), *run.stop[: len(run.stop) == 1]), **more}
     asked, temperature = body.get("temperature"), run.temperature
     if asked is not None and asked != temperature:
@@ -154,7 +154,7 @@ def refuse_other_distributions(
 
 
 def _limit(body: Mapping[str, Any]) -> int | None:
-    """Tokens of this turn; None: no wish.  Raises Refused."""
+    """Requested limit of this turn's tokens; None: none.  Raises Refused."""
     given = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
     for value in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -163,7 +163,7 @@ def _limit(body: Mapping[str, Any]) -> int | None:
 
 
 def _message(place: int, message: object) -> Message:
-    """One message in the form that templates and comparisons take.  Raises Refused."""
+    """One message, normalised for templates and comparisons.  Raises Refused."""
     where = f"messages.{place}"
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refused(f"{where}: an object with a role of {', '.join(ROLES)}")
@@ -178,7 +178,7 @@ def _message(place: int, message: object) -> Message:
 
 
 def _text(where: str, content: object) -> str:
-    """The text of a content, or of parts that are texts."""
+    """Text of a content, which may be a list of text parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = _listed(where, content)
@@ -214,12 +214,12 @@ def _call(where: str, call: object) -> dict[str, Any]:
 #
 # Input: the text of a turn.  Output: JSON objects.  A stream has all of a turn's text in one chunk.
 
-_OPENS = "<tool_call>"  # of the form "hermes"
+_OPENS = "<tool_call>"  # of the format "hermes"
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTurn:
-    """One turn of the policy, as the agent sees it."""
+    """A turn of the policy, as the agent sees it."""
 
     number: int  # of the session, from 1
     content: str
@@ -231,7 +231,7 @@ class AgentTurn:
 
     @property
     def message(self) -> Message:
-        """The message as a history has it, normalised."""
+        """The message, normalised as in histories."""
         calls = [
             {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
             for name, call in zip(self._names, self.calls, strict=True)
@@ -240,12 +240,12 @@ class AgentTurn:
 
     @property
     def finish_reason(self) -> str:
-        """One of OpenAI's."""
+        """OpenAI's finish_reason."""
         return "length" if self.is_cut else "tool_calls" if self.calls else "stop"
 
     @property
     def spoken(self) -> dict[str, Any]:
-        """The message as it travels: arguments are JSON in a text."""
+        """The message as sent: arguments are JSON in a string."""
         calls = [
             {"id": name, "type": "function", "function": {"name": call.name, "arguments": _json(call.arguments)}}
             for name, call in zip(self._names, self.calls, strict=True)
@@ -256,13 +256,13 @@ class AgentTurn:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens."""
+        """Counts of tokens, as in OpenAI's API."""
         read, sampled = self.num_read, self.num_sampled
         return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
     @property
     def _names(self) -> list[str]:
-        """Ids of the calls: the same when the session is played again."""
+        """Ids of the calls: the same when the session is replayed."""
         return [f"call_{self.number}_{place}" for place in range(len(self.calls))]
 
 
@@ -277,7 +277,7 @@ def turn_of(
     num_tokens: tuple[int, int],
     token_ids: tuple[int, ...] = (),
 ) -> AgentTurn:
-    """text: with special tokens, of which calls may consist; answer: without.  What is no whole call stays text."""
+    """Parse a turn; text: with special tokens, of which calls may consist; answer: without.  Broken calls stay text."""
     found = FORMS[call_form](text) if has_tools else []
     calls = tuple(call for call in found if isinstance(call, Call) and _is_sayable(call))
     if len(calls) < len(found):
@@ -289,7 +289,7 @@ def turn_of(
 
 
 def completion(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
-    """The whole of it, object chat.completion."""
+    """The whole answer, object chat.completion."""
     choice = {"index": 0, "message": turn.spoken, "logprobs": None, "finish_reason": turn.finish_reason}
     return _head(f"chatcmpl-{session}", turn, asked, "chat.completion") | {"choices": [choice], "usage": turn.usage}
 
@@ -307,7 +307,7 @@ def chunks(session: str, turn: AgentTurn, asked: AgentRequest) -> Iterator[dict[
 
 
 def event(data: dict[str, Any] | None) -> bytes:
-    """A server-sent event; None: the last one."""
+    """A server-sent event; None: the last event."""
     return f"data: {'[DONE]' if data is None else json.dumps(data)}\n\n".encode()
 
 
@@ -317,7 +317,7 @@ def _head(name: str, turn: AgentTurn, asked: AgentRequest, kind: str) -> dict[st
 
 
 def _is_sayable(call: Call) -> bool:
-    """False: it spells half a surrogate pair, which no client can send back, and the endpoint would refuse."""
+    """False for a text with half a surrogate pair, which no client can send back, and the endpoint would refuse."""
     try:
         (call.name + _json(call.arguments)).encode()
     except UnicodeEncodeError:
@@ -333,9 +333,9 @@ def _json(arguments: Any) -> str:
 #
 # Completions of a plain text, beside those of a chat: POST /completions of OpenAI's API.
 #
-# A prompt is a text or a list of token ids, and each prompt of a session begins with all that stands in it already:
-# prompt, completion, prompt, completion.  What it adds is read as it is, without a chat template.  By text, a
-# completion is known without its special tokens, which stay where they were sampled; by token ids it is known exactly.
+# A prompt is a text or a list of token ids, and each prompt of a session begins with the whole session so far: prompt,
+# completion, prompt, completion.  The added part is read unchanged, without a chat template.  Prompts of text repeat
+# completions without special tokens, which stay where they were sampled; prompts of token ids repeat them exactly.
 # Input: JSON (platform.openai.com/docs/api-reference/completions).  Output: AgentRequest; JSON objects.
 
 PIECE = "piece"  # role of a prompt's part, and of a completion, in the history of a session
@@ -344,7 +344,7 @@ _FIXED_FOR_TEXT: Mapping[str, tuple[Any, ...]] = MappingProxyType({"echo": (Fals
 
 
 def read_text_request(body: object, run: SamplingSettings) -> AgentRequest:
-    """Raises Refused."""
+    """Parse a text completion request.  Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
     for key in ("messages", "tools"):
@@ -366,12 +366,12 @@ def _prompt(prompt: object) -> Plain:
 
 
 def piece(plain: Plain | None, token_ids: Sequence[int]) -> Message:
-    """The piece as a history has it; plain: None where only the token ids are known."""
+    """A piece of a history; plain: None if only the token ids are known."""
     return {"role": PIECE, "content": (plain,), "token_ids": tuple(token_ids)}
 
 
 def added(history: Sequence[Message], plain: Plain) -> Plain | None:
-    """What a prompt adds to a history; None: it does not begin with it."""
+    """The part of a prompt after the history; None if the prompt does not begin with the history."""
     if any(message["role"] != PIECE for message in history):
         return None
     if isinstance(plain, str):
@@ -385,7 +385,7 @@ def added(history: Sequence[Message], plain: Plain) -> Plain | None:
 
 
 def text_completion(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
-    """The whole of it, object text_completion; token_ids: as sampled, for the next prompt."""
+    """The whole answer, object text_completion; token_ids: as sampled, for the next prompt."""
     return next(text_chunks(session, turn, asked)) | {"usage": turn.usage}
 
 

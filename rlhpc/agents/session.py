@@ -1,13 +1,13 @@
-"""One agent's session: where its requests over HTTP and the rollout that it is leased for meet.
+"""One agent's session: connects its HTTP requests with its rollout.
 
     agent   ── request ──▶ ask() ─ waits ─────────────────▶ reply       any number of times
                              │                    ▲
     rollout ◀─ messages ── __call__() ── turn ────┘      as an environment of environments/dialogue.py, and its template
-    agent   ── report, or its end ──▶ __call__() ──▶ reward
+    agent   ── report, or exit ──▶ __call__() ──▶ reward
 
-A session is one line: each request has to say again all that was said before, and more.  Tokens of older messages are
-never made again, so that what an agent makes of the history in between cannot be sampled from: a request that changes
-it ends the session, with a verifier error.  A request that was answered and comes again gets the same answer.
+A session is linear: each request repeats all earlier messages, and adds some.  Tokens of older messages are never made
+again, so a request with a changed history cannot be sampled from: it ends the session with a verifier error.  A request
+that is sent again after its answer gets the same answer.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from rlhpc.rewards.outcomes import DIED, INVALID, OF_AGENTS, TIMED_OUT, NoReward
 
 # -------------------------------------------------------------------------------------------------------------- reports
 #
-# An agent's report on its rollout: anything that a reward function may return, or nothing.
+# An agent's report on its rollout: any value that a reward function may return, or nothing.
 #
 # Input: a JSON value.  Output: RewardOutcome, or None if the report has no reward.
 
 
 def outcome_of(reported: object) -> RewardOutcome | None:
-    """Raises NoReward for what is none, or no finite number."""
+    """Outcome of a report; None if it has no reward.  Raises NoReward for a wrong value, or one that is not finite."""
     if reported is None:
         return None
     outcome = as_outcome(reported)
@@ -66,7 +66,7 @@ def outcome_of(reported: object) -> RewardOutcome | None:
 
 
 def last_line(output: str) -> RewardOutcome | None:
-    """Read the last line of a program that has ended well, where that is JSON; None: it has said nothing of a reward.
+    """Parse the last line of a successful program, if it is JSON; None: no reward was reported.
 
     Raises NoReward as outcome_of does.
     """
@@ -75,7 +75,7 @@ def last_line(output: str) -> RewardOutcome | None:
         raise NoReward(f"the last line has {MOST_KEPT} bytes or more, of which the beginning is not kept: shorten it")
     try:
         return outcome_of(json.loads(line))
-    except (ValueError, RecursionError):  # it speaks to people
+    except (ValueError, RecursionError):  # text for people
         return None
 
 
@@ -88,14 +88,14 @@ Judge = Callable[[str], Awaitable[RewardReply]]  # the last turn
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The agent says what its rollout has earned; None: nothing, it is judged by the task alone."""
+    """The agent's report of its reward; None: no reward, the task alone judges."""
 
     outcome: RewardOutcome | None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There will be no reward."""
+    """A failed session: there will be no reward."""
 
     why: str
     failure: str  # one of rewards.failures.FAILURES
@@ -106,13 +106,13 @@ class _Pending:
     """A request that waits for its turn."""
 
     asked: AgentRequest
-    new: tuple[Message, ...]  # of its messages
+    new: tuple[Message, ...]  # its new messages
     turn: asyncio.Future[AgentTurn] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRules:
-    """What all sessions of a run have in common."""
+    """Settings common to all sessions of a run."""
 
     call_form: str
     turn_timeout_s: float
@@ -120,7 +120,7 @@ class SessionRules:
 
 
 class AgentSession:
-    """Environment and template of one Dialogue."""
+    """Session of one agent: the environment and the template of its Dialogue."""
 
     def __init__(
         self,
@@ -129,18 +129,18 @@ class AgentSession:
         judge: Judge | None,
         begin: Callable[[AgentSession], Awaitable[None]] | None = None,
     ) -> None:
-        """judge: the task of the dataset; None: the reward is the agent's alone.  begin: starts the agent."""
+        """judge: the dataset's task; None: only the agent reports a reward.  begin: starts the agent."""
         self.name, self._rules, self._judge = name, rules, judge
         self._begin = begin
         self._template = rules.template_for(())
         self._tools: tuple[Mapping[str, Any], ...] = ()
-        self._history: list[Message] = []  # all that was said
+        self._history: list[Message] = []  # all messages so far
         self._opening: Int32 | None = None
-        self._piece: Int32 | None = None  # what the request in hand adds, where it is for a text completion
+        self._piece: Int32 | None = None  # tokens that the current request adds, if it is for a text completion
         self._events: asyncio.Queue[_Pending | Reported | Failed] = asyncio.Queue()
         self._pending: _Pending | None = None
         self._answered: tuple[AgentRequest, AgentTurn] | None = None  # the last one
-        self._num_turns = 0  # that were answered
+        self._num_turns = 0  # answered
         self._is_full, self._over = False, ""
         self.is_settled = False  # rewarded, or failed
         self.failure = ""  # then one of rewards.failures.FAILURES, or ""
@@ -148,7 +148,7 @@ class AgentSession:
 
     @property
     def may_do_better(self) -> bool:
-        """It has failed in a way that it may not fail another time."""
+        """True if another try may succeed: the failure was not the agent's breach of the protocol."""
         return self.failure not in ("", INVALID)
 
     # ------------------------------------------------------------------------------------------------- of the endpoint
@@ -158,12 +158,12 @@ class AgentSession:
         if self._over:
             raise Refused(self._over, status=410, code="session_over")
         if self._pending is not None and is_same(asked.messages, self._pending.asked.messages):
-            return await asyncio.shield(self._pending.turn)  # its client had lost patience
+            return await asyncio.shield(self._pending.turn)  # a retry of a client that timed out
         if self._answered is not None and is_same(asked.messages, self._answered[0].messages):
             return self._answered[1]
         if self._pending is not None:
             raise self._changed("a second request came before the first was answered")
-        if self._is_full:  # before the history grows: what is refused was not said, and may come again in other words
+        if self._is_full:  # before the history grows: refused messages are not part of it, and may come again changed
             raise _no_room()
         new = self._new_messages(asked)
         self._pending = _Pending(asked, new)
@@ -171,24 +171,24 @@ class AgentSession:
         return await asyncio.shield(self._pending.turn)
 
     def report(self, outcome: RewardOutcome | None) -> None:
-        """The agent is through.  Only its first word counts."""
+        """Accept the agent's report.  Only the first one counts."""
         self._end(Reported(outcome), "the session is over: its reward was reported")
 
     def fail(self, why: str, failure: str = DIED) -> None:
-        """It will not report any more."""
+        """End the session without a report."""
         self._end(Failed(why, failure), f"the session is over: {why}")
 
     def close(self) -> None:
-        """The rollout is over, or handed back."""
+        """Close the session of a rollout that is over, or was handed back."""
         self._over = self._over or "the session is over: its rollout goes on elsewhere, or nowhere"
         if self._pending is not None and not self._pending.turn.done():
             self._pending.turn.set_exception(Refused(self._over, status=410, code="session_over"))
-            self._pending.turn.exception()  # who asked may be gone
+            self._pending.turn.exception()  # mark as retrieved: the client may be gone
 
     # ------------------------------------------------------------------------------------------------ of the dialogue
 
     async def __call__(self, taken: TurnsTaken) -> TurnReply:
-        """Answer the request that has asked for the last turn, and wait for the next one, or for the reward."""
+        """Answer the pending request with the last turn, and wait for the next request, or for the reward."""
         begin, self._begin = self._begin, None
         if begin is not None:
             await begin(self)
@@ -204,7 +204,7 @@ class AgentSession:
         return await self._rewarded(event, taken)
 
     def longest_turn(self) -> int | None:
-        """Tokens of the coming turn by the wish of the agent."""
+        """The agent's limit for the next turn, in tokens."""
         return self._pending.asked.max_tokens if self._pending is not None else None
 
     @property
@@ -213,7 +213,7 @@ class AgentSession:
         return self._template.stop_token_ids
 
     def opening(self, _messages: Sequence[Mapping[str, Any]]) -> Int32:
-        """Everything that the first request says; one that never came has what stands before any answer."""
+        """Tokens of the first request's messages; without a request, those before any answer."""
         return self._tokens_of(({"role": "user", "content": ""},)) if self._opening is None else self._opening
 
     def observation(self, messages: Sequence[Mapping[str, Any]], *, last_token: int) -> Int32:
@@ -225,7 +225,7 @@ class AgentSession:
     # ---------------------------------------------------------------------------------------------------------- within
 
     def _new_messages(self, asked: AgentRequest) -> tuple[Message, ...]:
-        """What a request says beyond the history.  Raises Refused, and ends the session where it says another one."""
+        """New messages of a request.  Raises Refused, and ends the session if the request changes the history."""
         if asked.plain is not None:
             return (self._new_piece(asked.plain),)
         self._piece = None
@@ -276,7 +276,7 @@ class AgentSession:
         return said
 
     def _tokens_of(self, messages: Sequence[Message]) -> Int32:
-        """Tokens of a whole dialogue but the prompt, which every dialogue begins with.  Raises ConfigError."""
+        """Tokens of a whole dialogue without the prompt that every dialogue begins with.  Raises ConfigError."""
         tokens = self._template.whole(messages)
         beginning = self._template.tokens_of_beginning
         if tokens[: len(beginning)].tolist() != beginning.tolist():
@@ -284,7 +284,7 @@ class AgentSession:
         return tokens[len(beginning) :]
 
     async def _next_event(self) -> _Pending | Reported | Failed:
-        """What the agent does next; of one that has no room for a turn, its report or its end."""
+        """Next event of the agent; without room for another turn, only a report or a failure."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._rules.turn_timeout_s):
@@ -319,7 +319,7 @@ class AgentSession:
             pending.turn.set_result(turn)
 
     def _fill(self) -> None:
-        """There is no room for another turn: what is asked from now on is refused, and the reward waited for."""
+        """Refuse the pending and all later requests, for lack of room; the reward is still awaited."""
         self._is_full = True
         if self._pending is not None:
             self._pending.turn.set_exception(_no_room())
@@ -328,7 +328,7 @@ class AgentSession:
             self._pending = None
 
     def _changed(self, why: str) -> Refused:
-        """A named verifier error: what was sampled before is not what the agent goes on from."""
+        """End the session with a verifier error: the agent does not continue from the tokens that were sampled."""
         said = (
             f"{CHANGED}: {why}; a session is one line, in which each request repeats all messages and adds new ones "
             "(docs/environments.md)"

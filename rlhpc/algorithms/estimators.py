@@ -1,6 +1,6 @@
 """Advantages: the estimators that algorithm.advantage can name, and the choice among them.
 
-In this file: gae, for a critic; an estimator of the user's own; whether rewards have spread; GRPO and RLOO, relative to
+In this file: gae, for a critic; user-defined estimators; the variance of rewards; GRPO and RLOO, relative to
 the group; normalising over a batch; OPO; pass@k; the reward itself; the choice by name.
 """
 
@@ -28,7 +28,7 @@ from rlhpc.protocol.types import Bool, Float32, Int32
 #
 #    δ_t = r_t + γ · V_{t+1} − V_t          A_t = Σ_k (γλ)^k · δ_{t+k}          R_t = A_t + V_t, which the critic learns
 #
-# t counts the loss tokens of a completion; V_t is the critic's value of what stands before token t.  A completion ends
+# t counts the loss tokens of a completion; V_t is the critic's value of the text before token t.  A completion ends
 # with its last token: V is 0 after it, also where it was cut off.  λ = 1: A_t is the discounted sum of rewards less
 # V_t.
 #
@@ -73,7 +73,7 @@ def discounted_sums(terms: NDArray[np.float64], discount: float) -> NDArray[np.f
 
 
 def _loss_tokens(loss_mask: Bool, cu_seqlens: Int32) -> NDArray[np.int64]:
-    """Places of the loss tokens of every sequence, [S, longest], at the right end of its line; −1 before them."""
+    """Indices of the loss tokens of every sequence, [S, longest], right-aligned; −1 before them."""
     own = [first + np.flatnonzero(loss_mask[first:last]) for first, last in pairwise(cu_seqlens)]
     longest = max(map(len, own))
     return np.stack([np.concatenate([np.full(longest - len(places), -1), places]) for places in own]).astype(np.int64)
@@ -81,14 +81,14 @@ def _loss_tokens(loss_mask: Bool, cu_seqlens: Int32) -> NDArray[np.int64]:
 
 # ------------------------------------------------------------------------------------------------------------------ own
 #
-# An estimator of the user's own: algorithm.advantage = "package.module:function".
+# A user-defined estimator: algorithm.advantage = "package.module:function".
 #
-# Tried on small groups when it is loaded, equal rewards and members without loss tokens among them, and checked each
-# time that it is used: what does not fit would end in the weights.
+# Tried when loaded, on small groups that include equal rewards and members without loss tokens, and checked at each
+# use: wrong advantages would end in the weights.
 
 ADVANTAGE_KEY = "algorithm.advantage"
 _PAGE = "docs/algorithms.md, An advantage of your own"
-_REWARDS, _LENGTHS = (1.0, 0.0, 0.5), (3, 1, 2)  # of the first members; those of a larger group repeat them
+_REWARDS, _LENGTHS = (1.0, 0.0, 0.5), (3, 1, 2)  # of the first members; larger groups repeat them
 NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 _SHOWN = 4  # members of a group that a message names
 _NOTHING = 1e-3  # an advantage below it is one of rounding
@@ -97,7 +97,7 @@ _NOTHING = 1e-3  # an advantage below it is one of rounding
 def load_own_estimator(
     path: str, group_size: int | None = None, arguments: Mapping[str, object] = NO_ARGUMENTS
 ) -> OwnEstimator:
-    """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or returns what does not fit.
+    """Import and try an estimator.  Raises ConfigError if it cannot be imported, raises, or returns wrong values.
 
     group_size: members of the groups on which it is tried; None: a few.  arguments: algorithm.advantage_arguments.
     """
@@ -120,7 +120,7 @@ def load_own_estimator(
 
 
 def doubts_of_advantage(estimator: OwnEstimator, group_size: int) -> list[str]:
-    """Return warnings of an estimator that has passed its trial: what is legal and seldom meant."""
+    """Return warnings about an estimator that has passed its trial: legal behaviour that is seldom intended."""
     rewards, lengths = _group(group_size)
     first, again = (_called(estimator.function, rewards.copy(), lengths.copy()) for _ in range(2))
     where = f"{ADVANTAGE_KEY}={estimator.path!r}, tried on {_described(rewards, lengths)}"
@@ -172,7 +172,7 @@ def _advantage_misfit(advantages: Float32, rewards: Float32) -> str:
 
 
 def _advantage_problem(function: AdvantageEstimator, rewards: Float32, lengths: Int32) -> str:
-    """Return what this group shows to be wrong with the function, "" if nothing."""
+    """Return what is wrong with the function's result on this group, "" if nothing."""
     given: tuple[Float32, Int32] = rewards.copy(), lengths.copy()
     advantages = _called(function, *given)
     if problem := _advantage_misfit(advantages, rewards):
@@ -196,7 +196,7 @@ def _described(rewards: Float32, lengths: Int32) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- spread
 #
-# Zero-variance groups: whether the rewards of a group differ at all.  Loads without torch.
+# Zero-variance groups: groups whose rewards are all equal.  Loads without torch.
 
 RELATIVE_TOLERANCE = 1e-6
 """Rewards closer than this, relative to the largest (or to 1), are one reward.
@@ -208,12 +208,12 @@ float32; verifiable rewards are coarser by far.
 
 
 def has_reward_variance(rewards: Float32) -> bool:
-    """Whether a group [G] teaches anything.  Raises ValueError if there is no reward or one is not finite."""
+    """True if the rewards [G] of a group differ.  Raises ValueError if there is no reward or one is not finite."""
     return bool(have_reward_variance(rewards, np.zeros(1, np.int64))[0])
 
 
 def have_reward_variance(rewards: Float32, starts: NDArray[np.int64]) -> Bool:
-    """has_reward_variance [G] of groups one after the other in rewards [N], each from one of starts [G] on."""
+    """has_reward_variance of G groups: rewards [N] of all groups concatenated, starts [G] of each."""
     if rewards.ndim != 1 or len(rewards) == 0 or not np.isfinite(rewards).all():
         raise ValueError(f"rewards of a group: {rewards.tolist()}; legal: one finite number per member")
     highest = np.maximum.reduceat(rewards, starts).astype(np.float64)
@@ -273,17 +273,16 @@ def rloo(rewards: Float32, lengths: Int32) -> Float32:
 # Advantages of a whole batch to mean 0 and standard deviation 1.
 #
 # Over loss tokens, not over rollouts: a long completion counts as often as its advantage is used.  REINFORCE++ (Hu
-# 2025, arXiv:2501.03262) normalises so over the batch, its "baseline" variant after the mean of the group has been
-# taken off.
+# 2025, arXiv:2501.03262) normalises the batch in this way, its "baseline" variant after subtracting the group's mean.
 #
-# Differs from it: (1) divided by N, and nothing is added to the variance; what has no spread is zero; (2) no KL cost in
-# the rewards of REINFORCE++, whose KL term is that of the loss (algorithms/policy_loss.py).
+# Differs from REINFORCE++: (1) divided by N, and nothing is added to the variance; advantages without spread are zero;
+# (2) no KL cost in the rewards: the KL term is part of the loss (algorithms/policy_loss.py).
 
 
 def normalize(
     advantages: Sequence[Float32], num_tokens: Sequence[NDArray[np.integer]], tasks: Sequence[str]
 ) -> list[Float32]:
-    """Advantages [G] of every group, the loss tokens of its members [G], and its task: one scale for each task."""
+    """Normalise advantages [G] of every group, given its members' loss tokens [G] and its task: one scale per task."""
     results = list(advantages)
     for task in set(tasks):
         members = [i for i, of_group in enumerate(tasks) if of_group == task]
@@ -305,7 +304,7 @@ def _normalized(advantages: Float32, num_tokens: NDArray[np.integer]) -> Float32
 
 # ------------------------------------------------------------------------------------------------------------------ opo
 #
-# OPO: the baseline that makes the variance of the gradient smallest, where its square grows with the length.
+# OPO: the baseline with the smallest variance of the gradient, if the gradient's square grows with the length.
 #
 #     A_i = r_i − Σ_j l_j · r_j / Σ_j l_j            l: tokens of a completion
 #
@@ -322,10 +321,10 @@ def opo(rewards: Float32, lengths: Int32) -> Float32:
 
 # ------------------------------------------------------------------------------------------------------------ pass at k
 #
-# Pass@k as the objective: a sample is worth what it adds to sets of k of its group.
+# Pass@k as the objective: the advantage of a sample is its contribution to sets of k samples of its group.
 #
-# A set of k members is rewarded with its best one.  Over all sets, R and σ are mean and standard deviation of that; the
-# advantage of a member is the mean over the sets that it is in:
+# The reward of a set of k members is that of its best one.  R and σ are its mean and standard deviation over all sets;
+# the advantage of a member is the mean over the sets that it is in:
 #
 #     A_i = (E[max r of a set | i is in it] − R) / σ
 #
@@ -340,7 +339,7 @@ class PassAtK:
     k: int
 
     def __call__(self, rewards: Float32, lengths: Int32) -> Float32:
-        """Float32 [G]; all zero also where every set has the same best one (fewer than k at the bottom)."""
+        """Advantages, float32 [G]; all zero also if every set has the same best reward (fewer than k below it)."""
         if not has_reward_variance(rewards) or len(rewards) <= self.k:
             return np.zeros_like(rewards)
         size, values = len(rewards), rewards.astype(np.float64)
@@ -354,7 +353,7 @@ class PassAtK:
         return np.array([(self._with(values, i) - mean) / variance**0.5 for i in range(size)], np.float32)
 
     def _with(self, values: np.ndarray, member: int) -> float:
-        """Mean best one of the sets that a member is in."""
+        """Mean best reward of the sets that a member is in."""
         others = np.sort(np.delete(values, member))
         shares = np.array([comb(j, self.k - 2) for j in range(len(others))]) / comb(len(others), self.k - 1)
         return float(shares @ np.maximum(others, values[member]))
@@ -362,7 +361,7 @@ class PassAtK:
 
 # -------------------------------------------------------------------------------------------------------- reward itself
 #
-# The reward as it is: for estimators whose only baseline is that of the batch (REINFORCE++).
+# The unchanged reward: for estimators whose only baseline is that of the batch (REINFORCE++).
 
 
 def reward_itself(rewards: Float32, lengths: Int32) -> Float32:
@@ -380,16 +379,16 @@ BY_GROUP: Mapping[str, AdvantageEstimator] = MappingProxyType(
         "rloo": rloo,
         "opo": opo,
         "reinforce_pp": reward_itself,
-        "gae": reward_itself,  # of which the trainer's critic makes advantages
+        "gae": reward_itself,  # the trainer's critic turns it into advantages
         "reinforce_pp_baseline": grpo_no_std,
     }
 )
 
 
 def make_estimator(config: AlgorithmConfig, group_size: int | None = None) -> AdvantageEstimator:
-    """Return what algorithm.advantage names.  Raises ConfigError for a function that is not there, or does not fit.
+    """Return the estimator of algorithm.advantage.  Raises ConfigError if its function is missing or unfit.
 
-    group_size: members of the groups on which one of the user's own is tried; None: a few.
+    group_size: members of the groups on which a user-defined one is tried; None: a few.
     """
     if config.advantage == "pass_at_k":
         return PassAtK(config.pass_k)
@@ -400,5 +399,5 @@ def make_estimator(config: AlgorithmConfig, group_size: int | None = None) -> Ad
 def normalization(config: AlgorithmConfig) -> str:
     """The scope in which advantages are normalised before they are packed: "off", "batch", "task"."""
     if config.advantage == "gae":
-        return "off"  # the trainer does it
+        return "off"  # the trainer normalises
     return "batch" if config.advantage in OVER_BATCH else config.advantage_normalization

@@ -1,4 +1,4 @@
-"""Figures of a batch that say whether learning is healthy.
+"""Figures of a batch that show whether learning is healthy.
 
 Input: RolloutGroup and the summed metrics of a step.  Output: numbers under their names of rlhpc/metrics/names.py, and
 arrays for histograms.  No torch.  When to worry: docs/metrics.md.
@@ -61,14 +61,14 @@ def length_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _num_turns(rollout: Rollout) -> int:
-    """Stretches of tokens that the policy sampled."""
+    """Number of contiguous spans of tokens that the policy sampled."""
     return int(np.count_nonzero(np.diff(rollout.loss_mask.astype(np.int8), prepend=0) == 1))
 
 
 def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> dict[str, float]:
-    """How old a batch is that policy_version is about to be trained on.  Empty without groups.
+    """Age in versions of the batch on which policy_version is about to be trained.  Empty without groups.
 
-    staleness/mean and max: versions since admission, per rollout: what admission.max_staleness bounds.
+    staleness/mean and max: versions since admission, per rollout; bounded by admission.max_staleness.
     staleness/token_mean: since each token was sampled.  rollout/*: weights changed in flight.
     """
     if not groups:
@@ -97,9 +97,9 @@ def effective_sample_share(metrics: Mapping[str, float], num_loss_tokens: float)
 
 
 def age_figures(sums: Mapping[str, float]) -> dict[str, float]:
-    """What tokens of each age are like; sums: "age_FIGURE/AGE" of algorithms/policy_loss.py, over one denominator.
+    """Figures per age of tokens; sums: "age_FIGURE/AGE" of algorithms/policy_loss.py, over one denominator.
 
-    Nothing for an age that no token has.
+    An age without tokens is left out.
     """
     figures: dict[str, float] = {}
     for age in sorted(name.partition("/")[2] for name in sums if name.startswith("age_tokens/")):
@@ -151,9 +151,9 @@ def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def _groups_without_variance(groups: Sequence[RolloutGroup], values: Float32) -> tuple[Bool, Bool]:
-    """Tell of each group that has a reward whether they are all alike, and whether the first answer is correct.
+    """Whether all rewards of a group are equal, and its first answer is correct, for each group with a reward.
 
-    values: of all members that have one.  Their size says nothing: a reward for parts of an answer is above 0 too.
+    values: rewards of all members that have one.  Correctness is not read from them: partial answers earn rewards, too.
     """
     verdicts = [[m.verdict for m in group.members if m.verdict is not Verdict.VERIFIER_ERROR] for group in groups]
     judged = [each for each in verdicts if each]
@@ -163,5 +163,5 @@ def _groups_without_variance(groups: Sequence[RolloutGroup], values: Float32) ->
 
 
 def _share(truths: Sequence[bool] | Bool) -> float:
-    """Share that is true; at least one."""
+    """Share of True; `values` is not empty."""
     return float(np.mean(truths))

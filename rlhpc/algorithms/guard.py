@@ -1,17 +1,17 @@
-"""The limits of a step, and the guard, which moves them by the figures of the steps before.
+"""The limits of a step, and the guard, which sets them from the figures of earlier steps.
 
 In this file: limits that can forbid an optimiser step; the step guard.
 
-The guard does little at first, then more, and as much as is permitted:
+The guard escalates, up to the permitted action:
 
     warn ─▶ tighten ─▶ skip ─▶ stop          a rung every patience_steps steps that are out of bounds
       ▲─────────────────────────┘            after calm_steps within bounds
 
-Its input: the figures of each step, in order.  Output: GuardDecision.  Pure; all that it remembers is in state().
-Guarantees: one step out of bounds has no consequence but a warning; the same figures lead to the same judgements, also
+Input: the figures of each step, in order.  Output: GuardDecision.  Pure; its whole memory is in state().
+Guarantees: one step out of bounds leads only to a warning; the same figures lead to the same decisions, also
 over a restart that repeats steps; a step is refused only under limits that were known before it.
 
-The gradient norm has no bound that suits every model: it is held against the median of those before it, in units of
+The gradient norm has no bound that suits every model: it is compared with the median of earlier norms, in units of
 their median absolute deviation, of logarithms since norms are heavy-tailed (modified z-score, Iglewicz & Hoaglin 1993;
 ZClip, arXiv:2504.02507, does the same by mean and variance, which one spike shifts).
 """
@@ -35,8 +35,8 @@ from rlhpc.protocol.types import StepLimits
 #
 # Figures of an optimiser step that can forbid it, known before parameters change.
 #
-# Input: metrics and gradient norm of a step.  Output: figures under their short names; which of them break the limits
-# that came with the batch.  No torch.  The same on every rank: metrics are summed over ranks.
+# Input: metrics and gradient norm of a step.  Output: figures under their short names; the figures that break the
+# limits that came with the batch.  No torch.  The same on every rank: metrics are summed over ranks.
 
 FIGURES: Mapping[str, str] = MappingProxyType(
     {  # short name → metric
@@ -46,11 +46,11 @@ FIGURES: Mapping[str, str] = MappingProxyType(
         "grad_norm": "trainer/grad_norm",
     }
 )
-AS_BEFORE = "as before"  # why a step is skipped that was skipped when it was first done
+AS_BEFORE = "as before"  # reason for skipping a repeated step that was skipped the first time
 
 
 def guarded_figures(means: Mapping[str, float]) -> dict[str, float]:
-    """Figures of a step; one that is not there, or not finite, is left out.
+    """Figures of a step; those missing or not finite are left out.
 
     means: metrics as the trainer reports them, over loss tokens, and "grad_norm".
     """
@@ -68,7 +68,7 @@ def broken(limits: StepLimits, figures: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def refusal(limits: StepLimits, means: Mapping[str, float], place: int = 0) -> str:
-    """Why an optimiser step must not be applied; "": it may be.  means: as for guarded_figures; place: in the batch."""
+    """Reason for not applying an optimiser step; "": apply it.  means: as for guarded_figures; place: in the batch."""
     return AS_BEFORE if place in limits.skip else ", ".join(broken(limits, guarded_figures(means)))
 
 
@@ -97,11 +97,11 @@ class Action(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuardDecision:
-    """What follows from a step."""
+    """The guard's decision on a step."""
 
     action: Action = Action.OFF  # OFF: nothing
     broken: tuple[str, ...] = ()  # names of figures
-    is_news: bool = False  # whether it is worth a line: not every step of a long alarm is
+    is_news: bool = False  # worth a log line: not every step of a long alarm is
 
 
 @dataclass(slots=True)
@@ -121,12 +121,12 @@ class StepGuard:
 
     @property
     def may_end_the_run(self) -> bool:
-        """Whether an alarm may end in STOP: then somebody may want a checkpoint from before it."""
+        """True during an alarm that may end in STOP: a checkpoint from before the alarm may be wanted."""
         return self.num_bad_steps > 0 and self.permitted is Action.STOP
 
     @property
     def rung(self) -> Action:
-        """What was reached; OFF: no alarm."""
+        """The action reached in the current alarm; OFF: no alarm."""
         return self._rung(self.num_bad_steps)
 
     def bounds(self) -> StepLimits:
@@ -142,7 +142,7 @@ class StepGuard:
         return self.bounds() if self._rung(self.num_bad_steps + 1) >= Action.SKIP else StepLimits()
 
     def judge(self, step: int, figures: Mapping[str, float], *, applied: bool) -> GuardDecision:
-        """Take note of a step that was finite.  applied: False: it was refused."""
+        """Record a finite step and decide on it.  applied: False: the step was refused."""
         names = broken(self.bounds(), figures) if self.permitted else ()
         if applied and figures.get("grad_norm", 0.0) > 0:
             self._norms.append(math.log(figures["grad_norm"]))
@@ -161,7 +161,7 @@ class StepGuard:
         return GuardDecision(action, names, is_news)
 
     def state(self) -> dict[str, Any]:
-        """JSON that load_state takes."""
+        """JSON for load_state."""
         return {
             "norms": list(self._norms),
             "num_bad": self.num_bad_steps,
@@ -176,7 +176,7 @@ class StepGuard:
         self._num_calm = state["num_calm"]
 
     def _rung(self, number: int) -> Action:
-        """What follows from the `number`th step of an alarm."""
+        """The action at the `number`th step of an alarm."""
         if not number:
             return Action.OFF
         return Action(min(1 + (number - 1) // self.settings.patience_steps, Action.STOP, self.permitted))

@@ -1,10 +1,9 @@
-"""The objectives that algorithm.loss can name, losses of the user's own, and the loss of a critic.
+"""The objectives that algorithm.loss can name, user-defined losses, and the loss of a critic.
 
-In this file: a loss of the user's own, and its trial; the critic's loss; the contract of an objective, and what several
-are made of; CISPO; DPPO; GMPO; PPO; GSPO; REINFORCE; SAPO.
+In this file: user-defined losses, and their trial; the critic's loss; the contract of an objective, and parts that
+several share; CISPO; DPPO; GMPO; PPO; GSPO; REINFORCE; SAPO.
 
-Input of an objective: log-probabilities of the sampled tokens.  Output: a number per token, which grows when the policy
-does better.
+Input of an objective: log-probabilities of the sampled tokens.  Output: a number per token, to be maximised.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from rlhpc.protocol.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------------------------------ own
 #
-# A loss of the user's own: algorithm.loss = "package.module:name", any PolicyLoss.
+# A user-defined loss: algorithm.loss = "package.module:name", any PolicyLoss.
 #
-# Tried on two tiny sequences when it is loaded, for what a run would find out late: that it is a sum with a gradient,
-# that its metrics are scalars without one, that it leaves its arguments as they are, that tokens off the loss mask
-# count for nothing, also where all are, that row.weights count, that it stays finite for ratios beyond what float32
-# can hold, and that it hides nothing that is not finite.  Checked each time that it is used, as far as that costs
-# nothing.
+# Tried when loaded, on two tiny sequences, for faults that a run would show late: the loss must be a sum with a
+# gradient, its metrics scalars without one; it must leave its arguments unchanged, ignore tokens off the loss mask
+# (also if that is all of them), use row.weights, stay finite for ratios beyond float32, and not hide values that are
+# not finite.  Checked at each use, as far as that costs nothing.
 
 LOSS_KEY = "algorithm.loss"
 FAMILY = "own_loss"  # of its metrics in TensorBoard
 PAGE = "docs/algorithms.md, A loss of your own"
 TRIAL = "a row of four tokens"
-# A device that has failed says so to whoever uses it next, as do a full disk and memory that is used up.
+# A failed device raises in whatever code uses it next, as do a full disk and exhausted memory.
 OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, OSError, MemoryError)
 IDLE_TRIAL = "a row without loss tokens, as a rank without samples has"
 FAR = 100.0  # nats between two policies: the ratio is beyond float32
@@ -46,7 +44,7 @@ FAR_TRIAL = f"a row of four tokens, of which one has become e^{FAR:g} times as l
 
 @cache
 def load_own_loss(path: str, arguments: tuple[tuple[str, object], ...] = ()) -> OwnLoss:
-    """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or breaks the contract.
+    """Import and try a loss.  Raises ConfigError if it cannot be imported, raises, or breaks the contract.
 
     arguments: names and values of algorithm.loss_arguments.
     """
@@ -62,7 +60,7 @@ def load_own_loss(path: str, arguments: tuple[tuple[str, object], ...] = ()) -> 
 
 
 def doubts_of_loss(own: OwnLoss) -> list[str]:
-    """Return warnings of a loss that has passed its trial: what is legal and seldom meant."""
+    """Return warnings about a loss that has passed its trial: legal behaviour that is seldom intended."""
     current, row = _trial_row()
     gradient = _value_and_gradient(own.loss, current, row)[1:]
     if torch.dot(gradient, row.advantages) <= 0:
@@ -77,8 +75,8 @@ def doubts_of_loss(own: OwnLoss) -> list[str]:
 class OwnLoss:
     """A PolicyLoss; metrics get names that no other metric has, of one family: "a/0" becomes "own_loss/a_0".
 
-    names: of all metrics that it had when it was tried.  They are summed over rows and ranks, so that every row has to
-    have all of them: one that it leaves out is 0 there.
+    names: of all metrics in its trial.  They are summed over rows and ranks, so that every row needs all of them: a
+    missing one counts as 0.
     """
 
     path: str
@@ -86,7 +84,7 @@ class OwnLoss:
     names: tuple[str, ...]
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """See PolicyLoss.  Raises ConfigError: it raised, or returned something else than when it was tried."""
+        """See PolicyLoss.  Raises ConfigError: the loss raised, or returned other things than in its trial."""
         on = f"a row of {len(current)} tokens of a run"
         returned = try_out(LOSS_KEY, self.path, on, partial(self.loss, current, row), unless=OF_THE_MACHINE)
         if problem := _loss_misfit(returned) or _news(returned[1], self.names):
@@ -97,7 +95,7 @@ class OwnLoss:
 
 
 def _loss_misfit(returned: object) -> str:
-    """What is wrong with what a loss has returned, "" if nothing."""
+    """Fault of a loss's return value, "" if none."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         return f"it returned {type(returned).__name__}; legal: the loss and its metrics, a pair"
     value, metrics = returned
@@ -114,7 +112,7 @@ def _is_metric(value: object) -> bool:
 
 
 def _news(metrics: Mapping[str, Tensor], names: Collection[str]) -> str:
-    """Metrics that are not among these, in words."""
+    """Error text for metrics that are not among these names, "" if none."""
     others = sorted(set(metrics) - set(names))
     return f"metric {others[0]!r} is new; legal, as when it was tried: {', '.join(names) or 'none'}" if others else ""
 
@@ -136,7 +134,7 @@ def _trial_row() -> tuple[Tensor, TokenRow]:
 
 
 def _loss_problem(loss: PolicyLoss, names: set[str]) -> str:
-    """What is wrong with it, "" if nothing.  names: gets those of its metrics."""
+    """Fault of a loss on the trial row, "" if none.  names: the names of its metrics are added."""
     current, row = _trial_row()
     passed = current.clone().requires_grad_() * 1.0  # no leaf, as in a run: torch lets it be changed in place
     returned = loss(passed, row)
@@ -192,7 +190,7 @@ def _changed(current: Tensor, row: TokenRow) -> str:
 
 
 def _broken_promise(loss: PolicyLoss, current: Tensor, row: TokenRow) -> str:
-    """The broken promise of sum, mask and nan, in words; "": none is broken."""
+    """Violation of the rules on sum, mask and nan, in words; "" if none."""
     whole = _value_and_gradient(loss, current, row)
     if not torch.isfinite(whole).all():
         return "loss or gradient is not finite for finite numbers; legal: finite ones"
@@ -218,7 +216,7 @@ def _broken_promise(loss: PolicyLoss, current: Tensor, row: TokenRow) -> str:
 
 
 def _without_weights(loss: PolicyLoss, current: Tensor, row: TokenRow, whole: Tensor) -> str:
-    """Return an error for a loss that does not grow with row.weights, "" if it does.  whole: of the row as it is."""
+    """Return an error for a loss that does not grow with row.weights, "" if it does.  whole: of the unchanged row."""
     doubled = _value_and_gradient(loss, current, replace(row, weights=2 * row.weights))
     if torch.allclose(doubled, 2 * whole, rtol=1e-3, atol=1e-5):
         return ""
@@ -294,19 +292,19 @@ MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond any sensible ratio, and 
 
 @dataclass(frozen=True, slots=True)
 class TokenObjective:
-    """The terms of every token of a row, [T] each.  Whatever stands off the loss mask counts for nothing."""
+    """The terms of every token of a row, [T] each.  Values off the loss mask do not count."""
 
     values: Tensor  # to be maximised; carries the gradient
-    ratio: Tensor  # that was held against the bounds, without gradient
-    at_low: Tensor  # bool: the lower bound was reached; where it cuts the gradient off, only if it did
+    ratio: Tensor  # compared with the bounds, without gradient
+    at_low: Tensor  # bool: the lower bound was reached; for a bound that cuts the gradient off, only if it did
     at_high: Tensor  # bool
 
 
 class Objective(Protocol):
-    """Policy → numbers.  Knows nothing of the sampler: how far that was from the anchor is the weight's matter."""
+    """Objective of every token.  Independent of the sampler, whose distance from the anchor is the weight's part."""
 
     def __call__(self, current: Tensor, anchor: Tensor, row: TokenRow) -> TokenObjective:
-        """current, anchor: log-probabilities [T] by the policy that is trained and by that where its ratio starts.
+        """current, anchor: log-probabilities [T] by the trained policy and by the policy at which its ratio is 1.
 
         All of them 0 off the loss mask, as in `row`.  Only `current` carries a gradient.
         """
@@ -318,7 +316,7 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def one_if_finite(*tensors: Tensor) -> Tensor:
-    """1, or nan if any element is not finite.  A factor and not an addend: it has to reach the gradient, too."""
+    """1, or nan if any element is not finite.  Used as a factor, not an addend, so that nan reaches the gradient."""
     return 1.0 + torch.stack([(values.detach() * 0.0).sum() for values in tensors]).sum()
 
 
@@ -367,9 +365,9 @@ class ClippedWeight:
 #     u · A, or 0 where A > 0 and π_current − π_anchor > clip_high, or A < 0 and π_current − π_anchor < −clip_low
 #
 # Qi et al. 2026 (arXiv:2602.04879), with the binary approximation of total variation.  A ratio holds back rare tokens,
-# which hardly change the distribution, and lets likely ones go far.  The paper's anchor is the sampler: that is
-# algorithm.proximal = "behaviour".  prime-rl's default loss is this with 0.2 and 0.2, and a penalty of 1e-3 on the
-# square of log(π_current / π_anchor), which is not there here. Differs from verl's: u is not truncated at 20.
+# which hardly change the distribution, and lets likely ones go far.  The paper's anchor is the sampler
+# (algorithm.proximal = "behaviour").  prime-rl's default loss is this with 0.2 and 0.2, and a penalty of 1e-3 on the
+# square of log(π_current / π_anchor), which is missing here.  Differs from verl's: u is not truncated at 20.
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +449,7 @@ class ClippedSurrogate:
 def clipped(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> TokenObjective:
-    """The surrogate of ratios, whatever they are ratios of; all [T]."""
+    """The clipped surrogate of any ratios; all [T]."""
     low, high = 1.0 - clip_low, 1.0 + clip_high
     values = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     fixed, is_bad = ratio.detach(), advantages < 0

@@ -1,8 +1,8 @@
-"""Pack the samples of a minibatch into rows for each rank, so that all ranks have about as much to do.
+"""Pack the samples of a minibatch into rows for each rank, so that all ranks have about the same work.
 
-In this file: what a sequence costs, in floating-point operations of one forward pass; the planner; the rows.
+In this file: the cost of a sequence, in floating-point operations of one forward pass; the planner; the rows.
 
-Of costs only ratios matter: the planner compares rows, and a backward pass doubles all of them.
+Only ratios of costs matter: the planner compares rows, and the backward pass costs twice as much for all of them.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def _order_rows(row_costs: Float64, num_ranks: int) -> Int64:
 
 @compiled
 def _costliest_first(row_costs: Float64) -> Int64:
-    return np.argsort(-row_costs, kind="mergesort")  # the stable one
+    return np.argsort(-row_costs, kind="mergesort")  # stable
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -368,7 +368,7 @@ def lay_out(samples: Sequence[TrainingSample], plan: Plan) -> PackedMinibatch:
 
 
 def joined(parts: Sequence[PackedMinibatch]) -> PackedMinibatch:
-    """Parts of one optimiser step as one: every rank's rows of all of them, one part after the other."""
+    """Join the parts of one optimiser step: every rank's rows of all parts, one part after the other."""
     num_loss_tokens = sum(int(np.count_nonzero(row.loss_mask)) for part in parts for row in part.rows)
     return PackedMinibatch(
         ranks=tuple(
@@ -410,7 +410,7 @@ def lockstep_slowdown(plan: Plan, lengths: NDArray[Any], cost: FlopCost) -> floa
 
 
 def batch_slowdown(minibatches: Sequence[PackedMinibatch], cost: FlopCost) -> float:
-    """lockstep_slowdown of a batch that is laid out already: ranks wait for each other in every minibatch."""
+    """lockstep_slowdown of a batch that is already laid out: ranks wait for each other in every minibatch."""
     slowest = mean = 0.0
     for minibatch in minibatches:
         row_costs = np.array([[cost(np.diff(row.cu_seqlens)).sum() for row in rows] for rows in minibatch.ranks])

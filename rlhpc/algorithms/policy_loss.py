@@ -1,9 +1,9 @@
 """The policy loss of a run: an objective around an anchor, times an importance weight, summed over loss tokens.
 
-    L = − Σ_t  a_t · w_t · f_t          divided by the loss tokens of the whole batch, which is the caller's part
+    L = − Σ_t  a_t · w_t · f_t          the caller divides by the loss tokens of the whole batch
 
 f   objective   algorithm.loss      objectives.py; u, the ratio that it bounds, starts at the anchor
-w   importance  below               how far the sampler was from the anchor
+w   importance  below               corrects the distance of the sampler from the anchor
 a   share       samples.py          1 for a mean over tokens
 
 In this file: importance weights; figures of a loss; KL and entropy terms; the proximal policy by interpolation; the
@@ -51,7 +51,7 @@ from rlhpc.protocol.contracts import PolicyLoss, TokenRow
 
 # ----------------------------------------------------------------------------------------------------------- importance  # noqa: ERA001
 #
-# Importance weights: how much a token counts, given the ratio of anchor to behaviour policy.
+# Importance weights of tokens, from the ratio of anchor to behaviour policy.
 #
 #   w = min(π_anchor / π_behaviour, cap)    of a token, of its whole sequence, or that one's geometric mean per token
 #   w = 0                                   where the ratio is outside [low, high], where any token of the sequence is
@@ -67,18 +67,18 @@ from rlhpc.protocol.contracts import PolicyLoss, TokenRow
 # 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".  Drift: off-policy
 # sequence masking, DeepSeek-V3.2, eq. 9 (arXiv:2512.02556).
 #
-# Differs from these: (1) what is masked stays in the loss's denominator, so that a masked token is a zero and does not
-# make the others count more; in a ratio of a whole sequence (gspo, gmpo) it has no part; (2) logarithms of ratios are
-# clamped to ±20, per token and per sequence; (3) drift is that of the anchor and not of the current policy, which is
-# the same with one optimiser step on a batch.
+# Differs from these: (1) masked tokens stay in the loss's denominator, as zeros, so that the others do not count more;
+# the ratio of a whole sequence (gspo, gmpo) leaves them out; (2) logarithms of ratios are clamped to ±20, per token and
+# per sequence; (3) drift is measured from the anchor and not from the current policy; with one optimiser step on a
+# batch both are the same.
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Weights of every token [T], without gradient."""
 
-    used: Tensor  # what the objective is multiplied with
-    capped: Tensor  # w before anything is masked
+    used: Tensor  # factor of the objective
+    capped: Tensor  # w before masking
     uncapped: Tensor  # the ratio
     masked: Tensor  # bool
 
@@ -90,7 +90,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeight:
-    """The rule.  cap None: w = 1 where nothing masks the token; the figures are those without a cap."""
+    """Rule of the importance weights.  cap None: w = 1 for unmasked tokens; the figures are those without a cap."""
 
     level: str  # "token", "sequence", "geometric"
     cap: float | None
@@ -102,7 +102,7 @@ class ImportanceWeight:
 
     @classmethod
     def of(cls, config: AlgorithmConfig) -> ImportanceWeight:
-        """Return the weights that the run file asks for."""
+        """Return the rule that the run file asks for."""
         return cls(
             level=config.importance_level,
             cap=None if config.importance_cap == "off" else config.importance_cap,
@@ -114,7 +114,7 @@ class ImportanceWeight:
         )
 
     def __call__(self, anchor: Tensor, row: TokenRow, policy_version: int) -> Weights:
-        """anchor: log-probabilities [T], 0 off the mask.  policy_version: that is trained."""
+        """anchor: log-probabilities [T], 0 off the mask.  policy_version: the version being trained."""
         per_token = log_ratio(anchor, row.behaviour)
         uncapped = self._level(per_token, row).exp()
         capped = uncapped if self.cap is None else uncapped.clamp(max=self.cap)
@@ -146,9 +146,8 @@ class ImportanceWeight:
 # Input: log-probabilities, weights, objective.  Output: scalars under names that the metrics of a run know.
 #
 # k1, k2 and k3 estimate KL(π_behaviour ‖ ·) as in Schulman's note "Approximating KL divergence" (2020).
-# drift: from the sampler to the policy that is trained.  mismatch: from the sampler to the anchor; with proximal =
-# "recompute" or "current" that is what separates the engine's arithmetic and the rollout's age from the trainer; with
-# "behaviour" it is 0 by definition.
+# drift: from the sampler to the trained policy.  mismatch: from the sampler to the anchor; with proximal = "recompute"
+# or "current" it is caused by the engine's arithmetic and the rollout's age; with "behaviour" it is 0 by definition.
 
 NUM_AGES = 5  # 0, 1, 2, 3 and all above
 BY_AGE = ("tokens", "importance_weight", "importance_weight_squared", "mismatch_kl", "kl_k3", "clipped")
@@ -197,8 +196,8 @@ def loss_figures(
 # η   algorithm.entropy_coefficient   H   entropy of the current policy's distribution for the token
 # a   share                           as in the loss: algorithm.aggregation
 #
-# Estimators: Schulman 2020, "Approximating KL divergence"; k3 in the loss: GRPO (arXiv:2402.03300, eq. 4).  What their
-# gradients are gradients of: docs/algorithms.md.  Bonus: Mnih et al. 2016 (arXiv:1602.01783, §4).
+# Estimators: Schulman 2020, "Approximating KL divergence"; k3 in the loss: GRPO (arXiv:2402.03300, eq. 4).  Meaning of
+# their gradients: docs/algorithms.md.  Bonus: Mnih et al. 2016 (arXiv:1602.01783, §4).
 #
 # Differs from GRPO: (1) beyond x = 20 eˣ goes on as its tangent, so that an absurd token gives a huge number and not
 # infinity; (2) tokens that the importance weight masks are pulled like the others.  As in TRL and verl v is 1 by
@@ -219,7 +218,7 @@ class Regularised:
     kl_importance_cap: float | None = None  # of v; None: v is 1
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """See PolicyLoss; row.entropy counts only with a coefficient.  A reference without one is only measured."""
+        """See PolicyLoss; row.entropy counts only with a coefficient.  Without kl_coefficient KL is only measured."""
         loss, metrics = self.loss(current, row)
         current, reference, entropy, weights = (
             torch.where(row.loss_mask, values, 0.0) for values in (current, row.reference, row.entropy, row.weights)
@@ -259,15 +258,15 @@ def divergence(log_ratio: Tensor, estimator: str) -> Tensor:
 # log π_proximal ≈ log π_behaviour + α · (log π_current − log π_behaviour),
 # α = (v_proximal − v_behaviour) / (v_current − v_behaviour), clamped to [0, 1]   (Li et al. 2025, arXiv:2512.06547)
 #
-# v_behaviour is the version that sampled the token, v_current the one that is trained, v_proximal = v_current − 1.  So
-# a token one version old has α = 0 (its sampler is the proximal policy), one d versions old α = 1 − 1/d. A token that
-# the trained version itself sampled has no version in between and the quotient is undefined; α = 0 then, as in AReaL:
-# its sampler is the policy at the start of the batch.  With α = 1 the ratio would be 1 in every optimiser step on the
-# batch, and nothing would clip it.
+# v_behaviour is the version that sampled the token, v_current the version being trained, v_proximal = v_current − 1.
+# So a token one version old has α = 0 (its sampler is the proximal policy), one d versions old α = 1 − 1/d.  For a
+# token that the trained version itself sampled the quotient is undefined; α = 0 then, as in AReaL: its sampler is the
+# policy at the start of the batch.  With α = 1 the ratio would be 1 in every optimiser step on the batch, and nothing
+# would clip it.
 
 
 def current_share(versions: Tensor, policy_version: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """α of every token in [0, 1]; versions int [T], −1 where there is no loss, and no α either: 0."""
+    """α of every token in [0, 1]; versions int [T], −1 off the loss mask, where α is 0."""
     ages = torch.where(versions < 0, 0, policy_version - versions).to(dtype)
     return 1.0 - 1.0 / ages.clamp(min=1.0)
 
@@ -283,7 +282,7 @@ def loglinear_anchor(behaviour: Tensor, current: Tensor, versions: Tensor, polic
 def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss:
     """Return the loss of [algorithm] for a batch that is trained at policy_version.
 
-    Raises ConfigError for a loss of the user's own that is not there, or breaks the contract.
+    Raises ConfigError for a user-defined loss that is missing, or breaks the contract.
     """
     loss: PolicyLoss
     if config.loss in LOSSES:
@@ -305,7 +304,7 @@ def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss
 
 
 def make_objective(config: AlgorithmConfig) -> Objective:
-    """Return what algorithm.loss names."""
+    """Return the objective of algorithm.loss."""
     match config.loss:
         case "reinforce":
             return reinforce
@@ -336,13 +335,13 @@ class AnchoredLoss:
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
         """See PolicyLoss; row.proximal counts with proximal = "recompute" only."""
-        # Before anything else: a nan behind the mask must reach neither the sums nor, as 0 · nan, the gradient.
+        # First: a nan off the mask must reach neither the sums nor, as 0 · nan, the gradient.
         current, row = torch.where(row.loss_mask, current, 0.0), _without_masked(row)
         anchor = self._anchor(current, row)
         weights = self.importance(anchor, row, self.policy_version)
-        # A masked token is no part of its sequence either: a ratio of the whole one (gspo, gmpo) would push it.
+        # A masked token is no part of its sequence either: the ratio of a whole sequence (gspo, gmpo) would train it.
         objective = self.objective(current, anchor, replace(row, loss_mask=row.loss_mask & ~weights.masked))
-        # What counts nothing is cut out, not multiplied by zero: an absurd value there stays out of the sum.
+        # Tokens without weight are cut out, not multiplied by zero: absurd values stay out of the sum.
         values = torch.where(row.loss_mask, row.weights * weights.used * objective.values, 0.0)
         loss = -values.sum() * one_if_finite(current, row.behaviour, anchor, row.advantages)
         return loss, loss_figures(current.detach(), anchor, row, weights, objective, self.policy_version)

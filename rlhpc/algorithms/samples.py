@@ -48,7 +48,7 @@ from rlhpc.protocol.types import (
 
 
 def aggregate(samples: Sequence[TrainingSample], how: str, max_completion_tokens: int) -> list[TrainingSample]:
-    """Return the samples with their share in the loss of the batch that they are; `how`: algorithm.aggregation."""
+    """Return a batch's samples with their shares in its loss; `how`: algorithm.aggregation."""
     counts = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.float64)
     prompts = np.unique([sample.group_id for sample in samples], return_inverse=True)[1]
     weights = loss_weights(counts, prompts, how, max_completion_tokens)
@@ -80,18 +80,18 @@ def loss_weights(
 
 # ---------------------------------------------------------------------------------------------------------- minibatches
 #
-# Several optimiser steps on one batch: which samples each of them sees, and in which order.
+# Several optimiser steps on one batch: the samples and the order of each step.
 #
 # Input: samples of a batch.  Output: minibatches, and the minibatch of every optimiser step.  A pure function of the
-# seed of the run and the step: a step that is repeated goes as it went.  Samples are dealt out at random, not by
-# groups, since advantages are those of the whole batch already, and a minibatch should look like it (PPO, Schulman et
-# al. 2017, arXiv:1707.06347).
+# seed of the run and the step, so that a repeated step is the same.  Samples are dealt out at random, not by groups,
+# since advantages already are those of the whole batch, and a minibatch should resemble it (PPO, Schulman et al. 2017,
+# arXiv:1707.06347).
 
 Sample = TypeVar("Sample")
 
 
 def split(samples: Sequence[Sample], num_minibatches: int, seed: tuple[int, int]) -> list[list[Sample]]:
-    """Parts whose sizes differ by one at most; in each, samples keep their order.  One part: all as they are."""
+    """Split into parts whose sizes differ by one at most; in each, samples keep their order."""
     if num_minibatches == 1:
         return [list(samples)]
     shuffled = np.random.default_rng(seed).permutation(len(samples))
@@ -99,7 +99,7 @@ def split(samples: Sequence[Sample], num_minibatches: int, seed: tuple[int, int]
 
 
 def optimiser_steps(num_minibatches: int, num_epochs: int, seed: tuple[int, int]) -> tuple[int, ...]:
-    """The minibatch of each optimiser step: in the first epoch as they come, in every further one in another order."""
+    """The minibatch of each optimiser step: in order in the first epoch, shuffled in every later one."""
     rng = np.random.default_rng((*seed, 1))
     further = [rng.permutation(num_minibatches) for _ in range(num_epochs - 1)]
     return (*range(num_minibatches), *(int(place) for epoch in further for place in epoch))
@@ -116,13 +116,13 @@ def optimiser_steps(num_minibatches: int, num_epochs: int, seed: tuple[int, int]
 # Soft overlong punishment, and completions that were cut off kept out of the loss ("overlong filtering"): DAPO, Yu et
 # al. 2025, §3.4 (arXiv:2503.14476).
 #
-# The journal keeps what the reward function said.  Shaping is a pure function of that: the same after a restart.
+# The journal keeps the reward function's result.  Shaping is a pure function of it: the same after a restart.
 # Input: RolloutGroup.  Output: a number per member.  Loads without torch.
 
 
 @dataclass(frozen=True, slots=True)
 class RewardShaping:
-    """The rules of [shaping]; those of an empty table leave rewards as they are."""
+    """The rules of [shaping]; an empty table leaves rewards unchanged."""
 
     settings: ShapingConfig = field(default_factory=ShapingConfig)
     max_completion_tokens: Callable[[int], int] = lambda _: 1  # by the id of the prompt
@@ -139,7 +139,7 @@ class RewardShaping:
         )
 
     def judged(self, group: RolloutGroup) -> Float32:
-        """Those whose variance decides whether a group teaches anything, float32 [G]; all 0 if none is learnt from."""
+        """Rewards whose variance decides whether a group is trained on, float32 [G]; all 0 if all are masked."""
         if self.is_all_masked(group):
             return np.zeros(len(group.members), np.float32)
         if self.settings.variance == "shaped":
@@ -147,15 +147,15 @@ class RewardShaping:
         return np.array([self._total(member) for member in group.members], np.float32)
 
     def is_masked(self, rollout: Rollout) -> bool:
-        """Whether no token of it counts in the loss; its reward still counts for the others of its group."""
+        """True if no token of a rollout counts in the loss; its reward still counts for the rest of its group."""
         return self.settings.truncated == "masked" and rollout.finish_reason is FinishReason.LENGTH
 
     def is_all_masked(self, group: RolloutGroup) -> bool:
-        """Whether no rollout of a group counts in the loss."""
+        """True if no rollout of a group counts in the loss."""
         return all(self.is_masked(member.rollout) for member in group.members)
 
     def check_token_rewards(self, group: RolloutGroup) -> None:
-        """Raise RoleFailed for rewards of tokens beside part_weights: they are parts of a reward that is not used."""
+        """Raise RoleFailed for token rewards with part_weights: they are parts of a reward that is then not used."""
         if self.settings.part_weights and any(member.token_rewards for member in group.members):
             raise RoleFailed(
                 f"task {group.prompt.task!r} says by rewards_at which parts of its reward are earned before the end, "
@@ -185,16 +185,15 @@ class RewardShaping:
 #
 # Token-level rewards: the reward earned with each token of a completion, and the return from it on.
 #
-# A reward function may say which part of the reward of a completion was earned earlier than at its end
-# (RewardOutcome); what is left of the reward stands on the last loss token, so that the sum is the reward whatever
-# [shaping] makes of it. A part that stands on a token the policy did not choose was earned by its last choice before
-# that, or by its first one.
+# A reward function may report parts of a completion's reward that were earned before its end (RewardOutcome); the rest
+# of the reward goes to the last loss token, so that the sum is the shaped reward.  A part on a token that the policy
+# did not choose goes to the last chosen token before it, or to the first one.
 #
 # Input: ScoredRollout.  Output: a number per loss token.  float64.  Loads without torch.
 
 
 def earned(member: ScoredRollout, reward: float) -> NDArray[np.float64]:
-    """What each of the n loss tokens has earned, [n], with the sum `reward` if there are any."""
+    """Reward earned by each of the n loss tokens, [n]; the sum is `reward` if n > 0."""
     mask = member.rollout.loss_mask
     found = np.zeros(np.count_nonzero(mask))
     if len(found):
@@ -214,10 +213,10 @@ def still_to_come(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 
 Values: TypeAlias = Float32  # of the loss tokens of one member
 
-# What the loss tokens of a completion have: all of them its advantage; each what it has earned of the reward, of which
-# a critic makes advantages; each what is still to come of it, its own part included.
+# Value of each loss token of a completion: the completion's advantage ("alike"); the reward earned by the token, from
+# which a critic makes advantages ("earned"); or its return, the rewards from this token on ("to_come").
 Spread: TypeAlias = Literal["alike", "earned", "to_come"]
-_NONE = np.empty(0, np.float32)  # numpy concatenates no arrays only if there is one
+_NONE = np.empty(0, np.float32)  # np.concatenate needs at least one array
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +234,7 @@ class SampleMaker:
 
     @classmethod
     def of(cls, config: Config) -> SampleMaker:
-        """Return the maker of samples that the run file asks for."""
+        """Return the SampleMaker that the run file asks for."""
         algorithm = config.algorithm
         return cls(
             make_estimator(algorithm, config.admission.group_size),
@@ -249,9 +248,9 @@ class SampleMaker:
         )
 
     def minibatches(self, groups: Sequence[RolloutGroup], step: int) -> list[list[TrainingSample]]:
-        """The samples of a batch, one list for each minibatch, with their shares in the loss of that.
+        """The samples of a batch, one list per minibatch, with their shares in the minibatch's loss.
 
-        Raises ValueError as __call__.
+        Raises as __call__.
         """
         parts = split(self(groups), self.num_minibatches, (self.seed, step))
         return [aggregate(part, self.aggregation, self.max_completion_tokens) for part in parts]
@@ -261,8 +260,8 @@ class SampleMaker:
 
         A zero-variance group gives samples whose advantages are zero: whether to train on them is the caller's choice
         (algorithms/estimators.py).
-        Raises ValueError for what must not be trained on: a member without a verdict or cut off, arrays that do not
-        match, an empty prompt.  Raises RoleFailed if [shaping] does not fit the verdicts.
+        Raises ValueError for samples that must not be trained on: without a verdict, aborted, with arrays that do not
+        match, or with an empty prompt.  Raises RoleFailed if [shaping] does not fit the verdicts.
         """
         for group in groups:
             _check_group(group)
@@ -275,7 +274,7 @@ class SampleMaker:
     def _on_tokens(
         self, groups: Sequence[RolloutGroup], counts: Sequence[Int32], advantages: Sequence[Float32]
     ) -> Values:
-        """What all loss tokens have, normalised, in the order of members."""
+        """Values of all loss tokens, normalised, in the order of members."""
         tasks = [group.prompt.task if self.normalization == "task" else "" for group in groups]
         is_earned_early = any(member.token_rewards for group in groups for member in group.members)
         if self.spread == "alike" or not (is_earned_early or self.spread == "earned"):
@@ -288,7 +287,7 @@ class SampleMaker:
         return np.concatenate([*normalize(found, each_once, tasks), _NONE])
 
     def _by_token(self, group: RolloutGroup, rewards: Float32) -> list[Values]:
-        """What each loss token of each member has earned, or may still expect, float32."""
+        """Rewards of each loss token of each member, or its returns with spread "to_come", float32."""
         self.shaping.check_token_rewards(group)
         pairs = zip(group.members, rewards, strict=True)
         of_members = [earned(member, float(reward)) for member, reward in pairs]
@@ -297,7 +296,7 @@ class SampleMaker:
         return [values.astype(np.float32) for values in of_members]
 
     def _learnt(self, group: RolloutGroup) -> RolloutGroup:
-        """The group, with nothing to be learnt from members that [shaping] masks."""
+        """The group with an empty loss mask for members that [shaping] masks."""
         if not any(self.shaping.is_masked(member.rollout) for member in group.members):
             return group
         return replace(
@@ -320,7 +319,7 @@ def _num_loss_tokens(group: RolloutGroup) -> Int32:
 def _samples(groups: Sequence[RolloutGroup], advantages: Values) -> list[TrainingSample]:
     """advantages: of all loss tokens.  The arrays of samples are views of arrays over all of them.
 
-    Rows are made a batch at a time: a call of numpy costs as much as what it does to a short rollout.
+    Made for a whole batch at once: a numpy call costs as much as its work on a short rollout.
     """
     rollouts = [member.rollout for group in groups for member in group.members]
     prompts = [group.prompt.token_ids for group in groups for _ in group.members]
@@ -328,7 +327,7 @@ def _samples(groups: Sequence[RolloutGroup], advantages: Values) -> list[Trainin
     longest = max(num_prompt_tokens)
 
     def behind(value: Any, of_completions: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
-        """`value` on every token of a prompt, and what its completion has."""
+        """`value` on every prompt token, then the completion's own values."""
         on_prompts: NDArray[Any] = np.full(longest, value, dtype)
         pairs = zip(num_prompt_tokens, of_completions, strict=True)
         return np.concatenate([part for length, values in pairs for part in (on_prompts[:length], values)])

@@ -1,7 +1,7 @@
 """The learning rate of every step.
 
-Input: how far a run is, its settings, the ages of a batch's tokens.  Output: a number.  Pure, so that a resume needs no
-scheduler state.
+Input: progress of a run, its settings, the ages of a batch's tokens.  Output: a number.  Pure, so that a resume needs
+no scheduler state.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProgress:
-    """How far a run is when one of its steps begins."""
+    """Progress of a run at the beginning of a step."""
 
     step: int  # counted from 0
     num_tokens: int = 0  # trained before it, as in tokens/trained_total
-    seconds: float = 0.0  # in which the run had trained
+    seconds: float = 0.0  # of training before it
 
 
 def learning_rate(at: ScheduleProgress, config: TrainerConfig, num_steps: int) -> float:
@@ -33,8 +33,8 @@ def learning_rate(at: ScheduleProgress, config: TrainerConfig, num_steps: int) -
     Warm-up rises linearly from the 0 of a step before the first: (step + 1) / (warmup_steps + 1), so that no step is
     spent on a rate of 0 and step warmup_steps is the first at full rate.  Over steps, linear and cosine fall from there
     and reach min_learning_rate at step decay_steps − 1 (num_steps − 1); later steps stay there.  Over tokens and hours
-    they fall from the run's beginning on and reach it with the first step that begins after so many; warm-up is a
-    factor, so that the rate depends on the position alone.
+    they fall from the run's beginning and reach it with the first step that begins after decay_tokens or decay_hours;
+    warm-up is a factor, so that the rate depends on the position alone.
     Raises ValueError for a negative step.
     """
     if at.step < 0:

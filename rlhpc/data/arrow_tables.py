@@ -1,8 +1,8 @@
 """Rows of Parquet and Arrow files, a batch in memory at a time.
 
-The module that imports pyarrow, which takes longer than reading a small JSONL file.  In a table every object of a
-column has the keys of all of them, and null for a key that it does not have.  Such nulls are left out; a null that is a
-field of the row itself stays, and in files written here also one in objects that all have the same keys.
+The only module that imports pyarrow, which takes longer than reading a small JSONL file.  In a table every object of a
+column has the keys of all its objects, and null for a missing key.  Such nulls are left out; a null field of the row
+itself stays, and so do nulls in objects with equal keys in files written here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NULLS_ARE_VALUES = {b"rlhpc": b"nulls in objects are values"}  # of a column wh
 
 
 def parquet_rows(file: Path, content: bytes | None) -> Iterator[dict[str, Any]]:
-    """content: what a compressed file contains, else None.  Raises DataError, OSError."""
+    """Rows of a Parquet file; content: of a compressed file, unpacked, else None.  Raises DataError, OSError."""
     return _rows(file, "Parquet", lambda: pyarrow.parquet.ParquetFile(_source(file, content)).iter_batches())
 
 
 def arrow_rows(file: Path, content: bytes | None) -> Iterator[dict[str, Any]]:
-    """A stream, as `datasets` writes it, or a file of batches; content: as above.  Raises DataError, OSError."""
+    """Rows of a stream, as of `datasets`, or of a file of batches; content: as above.  Raises DataError, OSError."""
 
     def batches() -> Iterator[Any]:
         try:
@@ -40,7 +40,7 @@ def arrow_rows(file: Path, content: bytes | None) -> Iterator[dict[str, Any]]:
 
 
 def open_zstandard(file: Path) -> BinaryIO:
-    """What is in a .zst file.  Raises OSError."""
+    """Open the content of a .zst file.  Raises OSError."""
     return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(file, compression="zstd")))
 
 
@@ -61,7 +61,7 @@ def _rows(file: Path, what: str, batches: Callable[[], Iterator[Any]]) -> Iterat
 
 
 def _values(file: Path, field: Any, column: Any) -> Sequence[Any]:
-    """Python's, of a column; times that Python has none for, between two microseconds, as text.  Raises DataError."""
+    """A column as Python values; times with nanoseconds, which Python lacks, as text.  Raises DataError."""
     try:
         values = cast(Sequence[Any], column.to_pylist())
     except (ValueError, OverflowError) as error:
@@ -73,9 +73,9 @@ def _values(file: Path, field: Any, column: Any) -> Sequence[Any]:
 
 
 def _as_written(kind: Any, *, keeps_nulls: bool = False) -> Callable[[Any], Any] | None:
-    """How a value that is not null becomes what was written; None: it is that already.
+    """Function that restores the original form of a value that is not null; None if values need none.
 
-    A number of 16 or 32 bits is the shortest one that it stands for: 0.1, and not 0.10000000149011612.
+    A float of 16 or 32 bits becomes the shortest decimal that it represents: 0.1, and not 0.10000000149011612.
     """
     if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
         narrow = kind.to_pandas_dtype()
@@ -106,7 +106,7 @@ def _same(value: Any) -> Any:
 
 
 def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
-    """A Parquet file.  Raises ValueError for values of several types in a field, or that would not come back."""
+    """Rows as a Parquet file.  Raises ValueError for a field of several types, or values that would change."""
     names = dict.fromkeys(name for row in rows for name in row)  # pyarrow takes those of the first row only
     columns = {name: [row.get(name) for row in rows] for name in names}
     for name, cells in columns.items():
@@ -118,7 +118,7 @@ def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _field_of(name: str, column: Any, cells: Sequence[Any]) -> Any:
-    """A field of the schema, which says whether nulls in objects are values.  Raises ValueError if they are both."""
+    """A field of the schema, marked if nulls in its objects are values.  Raises ValueError if only some are."""
     field = pyarrow.field(name, column.type)
     if not pyarrow.types.is_nested(column.type):
         return field
@@ -136,7 +136,7 @@ def _spelled(value: Any) -> str:
 
 
 def columns_as_parquet(columns: Mapping[str, Sequence[Any]]) -> bytes:
-    """A Parquet file of columns of equal lengths; None is null.  Raises ValueError: a column has several types."""
+    """Columns of equal lengths as a Parquet file; None is null.  Raises ValueError: a column has several types."""
     sink = pyarrow.BufferOutputStream()
     try:
         table = pyarrow.table(dict(columns))

@@ -1,9 +1,9 @@
 """The files of a dataset, in order, and the rows that they hold.
 
-In this file: writing records; which files a dataset has; their rows, as JSON, as separated values, as tables.
+In this file: writing records; the files of a dataset; their rows, as JSON, as separated values, as tables.
 
-Input: a path, a split.  Output: files.  A directory may hold files side by side, a directory for each split, or what
-`datasets` wrote by save_to_disk (dataset_dict.json, state.json).
+Input: a path, a split.  Output: files.  A directory may hold files side by side, a directory per split, or the
+output of save_to_disk of `datasets` (dataset_dict.json, state.json).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_records(file: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """One record; half of a surrogate pair, which UTF-8 has not, is spelt as JSON spells it."""
+    """One record as a line; half of a surrogate pair, which UTF-8 cannot encode, becomes a JSON escape."""
     try:
         return json.dumps(row, default=str, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -71,15 +71,15 @@ _CANONICAL = {
 
 
 def form_of(file: Path) -> str:
-    """The suffix that says how to read it, "" for another file; of a compressed one that of what is in it."""
+    """The suffix of a file's format, without that of the compression; "" for an unknown format."""
     suffix = Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
     return suffix if suffix in FORMS else ""
 
 
 def split_of(file: Path) -> str:
-    """The split that a shard is named after; of others "train", "validation" or "test" where their names begin so.
+    """Split in a shard's name; for other files "train", "validation" or "test" if the name begins so, else "".
 
-    "" for a name without one.  A dataset may have splits train_sft and train_prefs, which are no two parts of train.
+    Splits keep their whole names: train_sft and train_prefs of a dataset are not two parts of train.
     """
     found = _SHARD.match(file.name) or _SPLIT.match(file.name)
     return _CANONICAL.get(found[1], found[1]) if found else ""
@@ -88,7 +88,7 @@ def split_of(file: Path) -> str:
 def dataset_files(path: Path, split: str = "") -> list[Path]:
     """The files of a dataset, in the order of their names.
 
-    Raises DataError: nothing there, no form known here, no such split, or several and none is chosen.
+    Raises DataError: no file, no known format, no such split, or several splits and none is chosen.
     """
     if path.is_dir():
         return _files_of_directory(path, split)
@@ -109,7 +109,7 @@ def _files_of_directory(path: Path, split: str) -> list[Path]:
         return _saved_dataset(path, state)
     there = [file for file in sorted(path.iterdir()) if form_of(file) and file.is_file() and file.name[0] not in "._"]
     found = [file for file in there if file.name not in _DESCRIPTIONS]
-    # Beside data of another form, JSON documents are descriptions: dataset_infos.json, config.json.
+    # Beside data in another format, JSON documents are descriptions: dataset_infos.json, config.json.
     files = [file for file in found if form_of(file) != ".json"] or found
     if not files:
         return _deeper(path, split)
@@ -120,7 +120,7 @@ def _files_of_directory(path: Path, split: str) -> list[Path]:
 
 
 def _deeper(path: Path, split: str) -> list[Path]:
-    """A directory for each split, or data/, as in a snapshot of a dataset from a hub."""
+    """Files of a directory per split, or of data/, as in a snapshot of a dataset from a hub."""
     splits = sorted(each for each in path.iterdir() if each.is_dir() and split_of(each))
     if splits:
         chosen = _chosen(path, split, sorted({*map(split_of, splits)}))
@@ -152,7 +152,7 @@ def _saved_dataset(directory: Path, state: Mapping[str, Any]) -> list[Path]:
 
 
 def _chosen(path: Path, split: str, names: list[str]) -> list[str]:
-    """Splits to be read: the only one, all, or the one that is asked for."""
+    """Splits to read: the only one, all, or the requested one."""
     named = [name for name in names if name]
     if split == ALL:
         return names
@@ -190,7 +190,7 @@ def _meant(path: Path, parent: Path) -> str:
 
 
 def _remedy(path: Path) -> str:
-    """Return what to do about a pattern, a list, a name of a hub, or an address."""
+    """Return advice for a path that is a pattern, a list, the name of a dataset on a hub, or an address."""
     if set("*?[]{},") & set(str(path)):
         return (
             "; patterns and lists are not expanded; legal: one file, a directory, of which every file is read (or "
@@ -214,15 +214,15 @@ def _whats_in(directory: Path) -> str:
 #
 # Read the rows of one file: JSON lines, a JSON array, CSV, TSV, Parquet, Arrow; plain, gzip or Zstandard.
 #
-# Input: a file.  Output: (fields, number) of each row; the number is a line's, or the row's where there are no lines.
-# Errors are DataErrors that name file and line, so that the user can correct them.
+# Input: a file.  Output: (fields, number) of each row; the number is that of the line, or of the row in formats
+# without.  Errors are DataErrors that name file and line, so that the user can correct them.
 
 Rows = Iterator[tuple[dict[str, Any], int]]
 _LONGEST_CELL = 64 << 20  # characters of one value in CSV; the library's own bound is 128 KiB
 
 
 def read_rows(file: Path) -> Rows:
-    """Raises DataError: it cannot be read, is damaged, or not what its name says."""
+    """Yield the rows of a file.  Raises DataError: it cannot be read, is damaged, or does not match its suffix."""
     readers: dict[str, Callable[[Path], Rows]] = {
         ".jsonl": _json_lines,
         ".ndjson": _json_lines,
@@ -261,7 +261,7 @@ def _json_lines(file: Path) -> Rows:
 
 
 def json_lines(lines: Iterable[bytes], name: str) -> Rows:
-    """Objects, a line each; blank lines are left out.  Bytes, so that a wrong encoding is found on its line.
+    """Objects, one per line; blank lines are left out.  Takes bytes, so that a wrong encoding is found on its line.
 
     Raises DataError, which names the line.
     """
@@ -288,9 +288,9 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
 
 
 def _habit(text: str, error: json.JSONDecodeError) -> str:
-    """What would be legal in place of what people write who have other forms of JSON in mind, "" if not known."""
+    """Advice on a common mistake in JSON lines (indentation, single quotes, comments, commas), "" for any other."""
     rest = text[error.pos :].lstrip()
-    if not rest:  # also the last line of a copy that was cut off
+    if not rest:  # also the last line of a truncated copy
         return (
             ", where the line ends; legal: one record a line, not over several as an indented one (`jq -c .` writes it "
             "so); or an array [{…}, {…}] in a file named .json"
@@ -341,7 +341,7 @@ def _object(value: Any, source: str, what: str) -> dict[str, Any]:
 
 
 def _separated(file: Path) -> Rows:
-    """The first line names the columns; every value is text."""
+    """Rows of a CSV or TSV file: the first line names the columns; every value is text."""
     csv.field_size_limit(_LONGEST_CELL)
     number = 1
     with _open(file) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
@@ -403,6 +403,6 @@ def _unpacked(file: Path) -> bytes | None:
 
 
 def kind(value: Any) -> str:
-    """What a value is, for people: "a list", "null"."""
+    """Type of a value, for people: "a list", "null"."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), f"a {type(value).__name__}")

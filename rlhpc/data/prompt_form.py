@@ -50,12 +50,12 @@ def user(text: str) -> Message:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a field holds a list of objects, which can only be messages."""
+    """True if a field holds a list of objects, which can only be messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
 
 
 def prompt_messages(value: Any, source: str, name: str, system_prompt: str) -> list[Message]:
-    """Messages up to the answer that is to be sampled: what the assistant says at the end is left out.
+    """Messages up to the answer that is to be sampled: assistant messages at the end are left out.
 
     source, name: record and field, for messages of DataErrors.  system_prompt: put first, unless there is one.
     """
@@ -71,7 +71,7 @@ def prompt_messages(value: Any, source: str, name: str, system_prompt: str) -> l
 
 
 def as_conversation(value: Any) -> Any:
-    """Parse a list of messages that is written as JSON, as in CSV; return anything else as it is."""
+    """Parse a list of messages written as JSON, as in CSV; return anything else unchanged."""
     if isinstance(value, str) and _MAY_BE_MESSAGES.match(value):
         try:
             read = json.loads(value)
@@ -82,7 +82,7 @@ def as_conversation(value: Any) -> Any:
 
 
 def refuse_pythons(value: Any, source: str, name: str) -> None:
-    """Raises DataError for str() of a list of messages, which pandas writes into CSV, and which is no prompt."""
+    """Raise DataError for str() of a list of messages, which pandas writes into CSV, and which is no prompt."""
     if isinstance(value, str) and _PYTHONS.match(value):
         raise DataError(f"{source}: field {name!r} holds messages as Python writes them; legal: JSON (json.dumps)")
 
@@ -101,7 +101,7 @@ def _message(value: Mapping[str, Any], where: str) -> Message:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet has a column for each key that some message has, and for each argument of some call."""
+    """Drop nulls: Parquet fills in null for every key of other messages, and every argument of other calls."""
     if isinstance(value, Mapping):
         return {str(key): _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -129,11 +129,10 @@ def _text(content: Any, where: str) -> str:
 #
 #     tokens of the prompt │ opening │ turn, as sampled │ observation │ turn, as sampled │ …
 #
-# A turn is never tokenised, and earlier messages are never rendered again: an observation is the difference that the
-# new messages make to a dialogue of two fixed messages, from the end of the second one on.  So tokens that the policy
-# sampled, and tokens it has read, stay what they were, whatever a template does to older messages (Qwen3 drops
-# thoughts). At the start a test checks that the difference does not depend on earlier messages; templates that fail
-# are refused.
+# A turn is never tokenised, and earlier messages are never rendered again: an observation is the text that the new
+# messages add to a dialogue of two fixed messages, from the end of the second one on.  So tokens that the policy
+# sampled or read never change, whatever a template does to older messages (Qwen3 drops thoughts).  At the start a test
+# checks that the added text does not depend on earlier messages; templates that fail are refused.
 
 AnyMessage = Mapping[str, Any]
 _ASKED: AnyMessage = {"role": "user", "content": "Q"}
@@ -149,10 +148,10 @@ class DialogueTemplate:
     """A model's chat template, applied message by message."""
 
     def __init__(self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """tools: JSON schemas, shown where the template has its place for them, in the prompt.
+        """tools: JSON schemas, which the template writes into the prompt.
 
-        Raises ConfigError if the template cannot be applied so, or if the end of its turns begins with no special
-        token.
+        Raises ConfigError if the template cannot be applied message by message, or if its turns do not end with a
+        special token.
         """
         self._tokenizer, self._tools = tokenizer, tuple(tools)
         self._close = self._rendered((_ASKED, _ANSWERED), add_generation_prompt=False).rpartition(_MARK)[2]
@@ -168,16 +167,16 @@ class DialogueTemplate:
         return tuple(sorted({self.turn_end, *self._tokenizer.eos_token_ids}))
 
     def prompt(self, user_message: str) -> Int32:
-        """Tokens [L] of what a dialogue begins with, the tools among them; the environment's opening follows."""
+        """Tokens [L] of the beginning of a dialogue, with the tools; the environment's opening follows."""
         return self._tokenizer.encode_rendered(self.prompt_text([{"role": "user", "content": user_message}]))
 
     def prompt_text(self, messages: Sequence[AnyMessage]) -> str:
-        """The text of the same, for messages of a record."""
+        """The text of such a prompt, for messages of a record."""
         return self._rendered(messages, add_generation_prompt=False)
 
     @cached_property
     def beginning(self) -> str:
-        """The special tokens, at least one, that every dialogue begins with, whoever speaks.  Raises ConfigError."""
+        """The special tokens, at least one, that dialogues of any first role begin with.  Raises ConfigError."""
         texts = [self._rendered([_ASKED])]
         for messages, tools in (([_TOLD, _ASKED], ()), ([_ASKED], (_TOOL,))):
             with suppress(ConfigError):  # a template that knows no system message, or no tools
@@ -203,7 +202,7 @@ class DialogueTemplate:
         return self._tokenizer.encode_rendered(self._rendered(messages))
 
     def plain(self, text: str) -> Int32:
-        """Tokens [L] of a text that no template is applied to; special tokens may be spelt out in it."""
+        """Tokens [L] of a text without a template; special tokens may be spelt out in it."""
         return self._tokenizer.encode_rendered(text)
 
     @property
@@ -222,7 +221,7 @@ class DialogueTemplate:
     def observation(self, messages: Sequence[AnyMessage], *, last_token: int) -> Int32:
         """Tokens [L] from the end of a turn up to the next one; last_token: of the turn, as sampled.
 
-        A turn that was cut, and lacks its end, gets it here.
+        A cut turn, which lacks its end token, gets it here.
         """
         tokens = self._tokenizer.encode_rendered(self._after((_ASKED, _ANSWERED, *messages)))
         return tokens[1:] if last_token in self.stop_token_ids else tokens
@@ -242,7 +241,7 @@ class DialogueTemplate:
         self.opening(())
 
     def _after(self, messages: Sequence[AnyMessage]) -> str:
-        """The text behind the turn that is marked."""
+        """The rendered text behind the marked turn."""
         _, found, after = self._rendered(messages).partition(_MARK)
         if not found:
             raise self._refused("a turn is not rendered as it is")
@@ -269,7 +268,7 @@ _ASKING = ("system", "developer", "user")  # templates may shorten what was answ
 
 
 class PromptForm:
-    """Makes prompts of the records of one dataset."""
+    """Makes prompts from the records of one dataset."""
 
     def __init__(
         self,
@@ -280,7 +279,7 @@ class PromptForm:
         max_completion_tokens: int,
         dialogue: DialogueTemplate | None = None,
     ) -> None:
-        """dialogue: for prompts that an environment continues, which is given the whole record.
+        """dialogue: for prompts that an environment continues; it gets the whole record.
 
         Raises ConfigError for a template that names no field.
         """
@@ -289,12 +288,12 @@ class PromptForm:
         self._max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
 
     def prompt(self, record: Record, prompt_id: int) -> Prompt:
-        """Make the prompt of a record.  Raises DataError for a record that makes none."""
+        """Make the prompt of a record.  Raises DataError if that is impossible."""
         tokens, reference = self.tokens(record), self.reference(record)
         return Prompt(prompt_id=prompt_id, task=self.task(record), token_ids=tokens, reference=reference)
 
     def tokens(self, record: Record) -> Int32:
-        """Tokens [Lp].  Raises DataError naming file, line and length if they are too many."""
+        """Tokens [Lp] of a record's prompt.  Raises DataError naming file, line and length if it is too long."""
         text, is_chat = self.text(record)
         token_ids = self._tokenizer.encode_rendered(text) if is_chat else self._tokenizer.encode(text)
         if not 0 < len(token_ids) <= self._max_prompt_tokens:
@@ -306,9 +305,9 @@ class PromptForm:
         return self.measured(self.texts(records))[0]
 
     def texts(self, records: Sequence[Record]) -> list[tuple[str, bool]]:
-        """The texts of the prompts, as text() returns them; references and tasks are tried.
+        """The texts of the prompts, as text() returns them; also reads references and tasks.
 
-        Raises DataError for a record that makes no prompt, however long it might be.
+        Raises DataError for a record without a prompt; lengths are not checked.
         """
         made: list[tuple[str, bool]] = []
         for record in records:
@@ -318,11 +317,11 @@ class PromptForm:
         return made
 
     def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-        """Numbers of tokens of these texts, and the highest token of each, by all processors."""
+        """Number of tokens and highest token of each text, computed on all processors."""
         return self._tokenizer.measured(texts)
 
     def refuse_unknown_task_field(self, records: Sequence[Record]) -> None:
-        """Raises DataError if no record has data.task_field: it would have no effect."""
+        """Raise DataError if no record has data.task_field: it would have no effect."""
         field = self._data.task_field
         if field and not any(record.has(field) for record in records):
             names = sorted({name for record in records[:100] for name in record.fields})
@@ -339,7 +338,7 @@ class PromptForm:
         return self._tokenizer.lengths([(record.reference(field), True) for record in plain])
 
     def refuse_lengths(self, lengths: Sequence[int], records: Sequence[Record]) -> None:
-        """Raises DataError for the first prompt that is too long, and says how many are."""
+        """Raise DataError for the first prompt that is too long, with the number of such prompts."""
         wrong = [place for place, length in enumerate(lengths) if not 0 < length <= self._max_prompt_tokens]
         if not wrong:
             return
@@ -347,10 +346,10 @@ class PromptForm:
         raise DataError(self._length_fault(lengths[wrong[0]], records[wrong[0]], share if len(wrong) > 1 else ""))
 
     def text(self, record: Record) -> tuple[str, bool]:
-        """The text that is tokenised, and whether a chat template made it, which spells special tokens itself."""
+        """The text to tokenise, and whether a chat template made it, which writes special tokens itself."""
         data = self._data
         if self._dialogue is not None and data.environment == AGENT:
-            return self._dialogue.beginning, True  # the agent says all else
+            return self._dialogue.beginning, True  # the agent sends the rest
         if data.prompt_field:
             value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
             if is_conversation(value):
@@ -367,9 +366,9 @@ class PromptForm:
         return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)], record), True
 
     def spelt_control(self, record: Record) -> str:
-        """A special token that the text of the record spells, and no template of ours; "": none.  Raises DataError.
+        """A special token spelt in the record's own text, not in the template's; "": none.  Raises DataError.
 
-        Not of a prompt_field that is the whole prompt: it may have been rendered before.
+        A prompt_field that is the whole prompt is not searched: it may have been rendered before.
         """
         is_whole = bool(self._data.prompt_field) and not self._data.use_chat_template
         if is_whole and not self._is_conversation(record):
@@ -377,7 +376,7 @@ class PromptForm:
         return next(filter(None, map(self._tokenizer.spelt_control, self.own_texts(record))), "")
 
     def own_texts(self, record: Record) -> list[str]:
-        """What the record itself gives to its prompt.  Raises DataError."""
+        """Texts of the prompt that come from the record itself.  Raises DataError."""
         data = self._data
         if data.environment == AGENT:
             return []
@@ -389,7 +388,7 @@ class PromptForm:
         return [record.text(data.prompt_field, "data.prompt_field")]
 
     def shows_reference(self, record: Record) -> bool:
-        """Whether the prompt tells the answer: it has the reference's field in it, or the record's text ends so."""
+        """True if the prompt contains the answer: the reference's field, or text that ends with the reference."""
         field = self._data.reference_field
         if field == WHOLE_RECORD or self.task(record) == OWN_REWARD or record.holds_several(field):
             return False
@@ -407,7 +406,7 @@ class PromptForm:
         return self._data.reference_field
 
     def reference(self, record: Record) -> str:
-        """What the reward function compares with; for a dialogue the whole record, which contains it.
+        """Reference for the reward function; for a dialogue the whole record, which contains it.
 
         Raises DataError.
         """
@@ -418,7 +417,7 @@ class PromptForm:
         return record.reference(WHOLE_RECORD)
 
     def task(self, record: Record) -> str:
-        """The reward function that judges answers to it.  Raises DataError for a value that is not in data.tasks."""
+        """Reward function of a record's answers.  Raises DataError for a value that is not in data.tasks."""
         return task_of(record, self._data)
 
     def _filled(self, record: Record) -> str:
@@ -440,7 +439,7 @@ class PromptForm:
         return text
 
     def _chat(self, messages: Sequence[Message], record: Record) -> str:
-        template = self._tokenizer.chat_template  # where there is none, that is no fault of the record
+        template = self._tokenizer.chat_template  # first: a missing template is no fault of the record
         try:
             text = template.render(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
         except ConfigError as error:
@@ -449,7 +448,7 @@ class PromptForm:
         return text
 
     def _refuse_left_out(self, messages: Sequence[Message], text: str, record: Record) -> None:
-        """Raises DataError for a message that asks or tells something, and that the chat template does not write."""
+        """Raise DataError for a message with content that the chat template leaves out."""
         for message in messages:
             if message["role"] not in _ASKING or _is_in(text, message["content"]):
                 continue
@@ -466,7 +465,7 @@ class PromptForm:
             )
 
     def _refuse_empty(self, texts: Sequence[str], record: Record, where: str) -> None:
-        """Raises DataError for a record that asks nothing; an environment may ask in its place."""
+        """Raise DataError for a record with an empty prompt, unless an environment opens the dialogue."""
         if self._dialogue is None and not any(text.strip() for text in texts):
             raise DataError(f"{record.source}: {where} is empty, and nothing else asks for an answer")
 
@@ -478,7 +477,7 @@ class PromptForm:
 
 
 def task_of(record: Record, data: DataConfig) -> str:
-    """The reward function that judges answers to a record.  Raises DataError for a value that is not in data.tasks."""
+    """Reward function of a record's answers.  Raises DataError for a value that is not in data.tasks."""
     if not data.task_field or not record.has(data.task_field):
         return data.task
     value = record.text(data.task_field, "data.task_field")
@@ -508,12 +507,12 @@ def _pieces(template: str) -> tuple[tuple[str, str], ...]:
 
 
 def _is_in(text: str, content: str) -> bool:
-    """Whether a text has this in it; templates strip contents, and some change their white space."""
+    """True if a text contains this content; templates strip contents, and some change white space."""
     return content.strip() in text or "".join(content.split()) in "".join(text.split())
 
 
 def _is_name(name: str) -> bool:
-    """A column, and a dot for each level below it: "question", "Problem Text", "choices.0", "info.question"."""
+    """True for a column, with a dot per level below it: "question", "Problem Text", "choices.0", "info.question"."""
     first, *inner = name.split(".")
     words = first.replace("-", " ").split()
     is_column = bool(words) and words[0].isidentifier() and all(("_" + word).isidentifier() for word in words)

@@ -1,12 +1,12 @@
-"""An endless stream of prompts, in a seeded order that a restart continues, without those that give little signal.
+"""An endless stream of prompts, in a seeded order that a restart continues; a curriculum leaves uninformative ones out.
 
-    order ──▶ stage ──▶ rest ──▶ chance ──▶ Prompt          a prompt that fails one of them waits for a later epoch
+    order ──▶ stage ──▶ rest ──▶ chance ──▶ Prompt          a prompt that fails a filter waits for a later epoch
                 └────────┴────────┴── pass rates, of finished groups of versions before the live one
 
 Input: records, and pass rates of finished groups.  Output: Prompt.  Prompt number n of a dataset is the (n mod N)-th of
-epoch n // N over N records; the order of an epoch depends on seed and epoch only, so that a cursor is all to save.
-A curriculum leaves prompts out, and keeps their numbers, which grow from draw to draw; a mixture takes turns between
-datasets.  A restart draws the same prompts, whatever it remembers.
+epoch n // N over N records; the order of an epoch depends on seed and epoch only, so that only a cursor is saved.
+A curriculum leaves prompts out but keeps their numbers, which grow from draw to draw; a mixture alternates between
+datasets.  A restart draws the same prompts, whatever is in its memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rlhpc.protocol.types import Prompt
 #
 # Input: finished groups, in any order.  Output: arrays over the records of the dataset.  The rate is an exponential
 # average over the groups of a prompt, because a policy in training passes more and more of them.  Such an average never
-# comes to 0 or 1 again once it has left it, so that who has learnt a prompt, or cannot, is told by its newest group.
+# returns to 0 or 1, so whether a prompt is solved or hopeless is decided by its newest group.
 
 NEVER = -1  # epoch of a prompt that was never asked
 _LEVEL = 1  # of compression: most of it is the same number over and over
@@ -51,7 +51,7 @@ _LEVEL = 1  # of compression: most of it is the same number over and over
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
-    """What a finished group says of its prompt."""
+    """Result of a finished group: the pass rate of its prompt."""
 
     group_id: int
     admitted_version: int
@@ -71,11 +71,11 @@ class PromptMemory:
         self._unsettled: dict[int, PromptOutcome] = {}  # by group
 
     def learn(self, outcome: PromptOutcome) -> None:
-        """Keep what a group says until `settle` counts it."""
+        """Keep a group's outcome until `settle` counts it."""
         self._unsettled[outcome.group_id] = outcome
 
     def settle(self, live_version: int) -> list[PromptOutcome]:
-        """Count what groups admitted before live_version have said, in the order of their ids; return these."""
+        """Count the outcomes of groups admitted before live_version, in the order of their ids; return them."""
         ids = sorted(i for i, outcome in self._unsettled.items() if outcome.admitted_version < live_version)
         settled = [self._unsettled.pop(group_id) for group_id in ids]
         for outcome in settled:
@@ -87,7 +87,7 @@ class PromptMemory:
         return settled
 
     def state(self) -> dict[str, Any]:
-        """Return JSON that load_state takes."""
+        """Return JSON for load_state."""
         unsettled = [
             [each.group_id, each.admitted_version, each.record, each.epoch, each.pass_rate]
             for each in self._unsettled.values()
@@ -96,7 +96,7 @@ class PromptMemory:
         return {**{name: _packed(array) for name, array in arrays.items()}, "unsettled": unsettled}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to where state() was taken.  Raises CheckpointError, changing nothing, if it is not of these records."""
+        """Restore the result of state().  Raises CheckpointError, changing nothing, if it is not of these records."""
         try:
             rates, newest = _unpacked(state["rates"], self.rates), _unpacked(state["newest"], self.newest)
             epochs = _unpacked(state["epochs"], self.epochs)
@@ -136,7 +136,7 @@ class SeededPrompts:
         self._seed, self._shuffle = seed, shuffle
         self._cursor = 0
         self._orders: dict[int, NDArray[np.int64]] = {}  # by epoch
-        self._fingerprint = ""  # of the records, made when it is needed
+        self._fingerprint = ""  # of the records, made when needed
 
     @property
     def num_records(self) -> int:
@@ -153,7 +153,7 @@ class SeededPrompts:
         self._cursor = max(self._cursor, prompt_id)
 
     def draw(self) -> Prompt:
-        """Return the next prompt and advance.  Raises DataError, without advancing, for a record that makes none."""
+        """Return the next prompt and advance.  Raises DataError, without advancing, for a record without a prompt."""
         prompt = self.peek(self._cursor)
         self._cursor += 1
         return prompt
@@ -190,7 +190,7 @@ class SeededPrompts:
         return {"cursor": self._cursor, **self._identity()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to where state() was taken.  Raises CheckpointError, changing nothing, if it is of another order."""
+        """Restore the result of state().  Raises CheckpointError, changing nothing, if it is of another order."""
         for key, mine in self._identity().items():
             if state.get(key) != mine:
                 raise CheckpointError(
@@ -205,7 +205,7 @@ class SeededPrompts:
     def validate(self, check_of: CheckOf | None = None) -> DatasetSummary:
         """Make every prompt and reference once, without drawing.
 
-        check_of: task → what raises ValueError for a reference that it cannot read; None: nothing is checked.
+        check_of: task → function that raises ValueError for a reference that it cannot read; None: nothing is checked.
         Raises DataError for the first prompt that fails, or naming the first bad references.
         """
         return summarise(self._records, self._form, check_of)
@@ -235,7 +235,7 @@ def dialogue_template(config: Config, tokenizer: PromptTokenizer) -> DialogueTem
 
 
 def seed_of_dataset(seed: int, place: int) -> int:
-    """The first dataset has the run's, the others have their own: those of equal size would have one order."""
+    """Seed of a dataset: the run's for the first, others for the rest, or equal sizes would have equal orders."""
     return seed if place == 0 else int(np.random.SeedSequence([seed, place]).generate_state(1, np.uint64)[0])
 
 
@@ -268,10 +268,10 @@ FIRST_LOOK, LONGEST_LOOK = 64, 65536  # positions examined at once: at first, an
 
 
 class Curriculum(PromptSource):
-    """Draws from a seeded order, leaving out by rules; without rules it only remembers."""
+    """Draws from a seeded order, leaving out prompts by rules; without rules it only keeps statistics."""
 
     def __init__(self, prompts: SeededPrompts, config: CurriculumConfig, *, seed: int) -> None:
-        """Raises DataError if stages are asked for and a record has no difficulty, or the first stage no record."""
+        """Raises DataError if stages are set and a record has no difficulty, or the first stage has no record."""
         self._prompts, self._config, self._seed = prompts, config, seed
         self._memory = PromptMemory(prompts.num_records, config.newest_weight)
         self._num_left_out = 0
@@ -281,20 +281,20 @@ class Curriculum(PromptSource):
 
     @property
     def num_records(self) -> int:
-        """Prompts of an epoch in which none is left out."""
+        """Prompts of an epoch if none is left out."""
         return self._prompts.num_records
 
     # ------------------------------------------------------------------------------------------------------- drawing
 
     def draw(self, live_version: int) -> Prompt:
-        """Return the next prompt that is not left out.  Raises DataError, staying before it, if it makes no prompt."""
+        """Return the next prompt that is not left out.  Raises DataError as SeededPrompts.draw, without advancing."""
         self._settle(live_version)
         if self._config.leaves_out:
             self._go_to(self._next_kept(self._prompts.cursor))
         return self._prompts.draw()
 
     def num_rollouts(self, prompt_id: int) -> int:
-        """Rollouts of which one passes with chance `pass_chance`, at most `max_group_size`; 0 for one never asked."""
+        """Rollouts needed for one pass with chance `pass_chance`, at most `max_group_size`; 0 for an unknown rate."""
         if self._config.max_group_size == "off":
             return 0
         rate = float(self._memory.rates[self._prompts.record_index(prompt_id)])
@@ -327,7 +327,7 @@ class Curriculum(PromptSource):
     # ------------------------------------------------------------------------------------------------------ learning
 
     def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
-        """Remember what a finished group says of its prompt."""
+        """Remember a finished group's pass rate."""
         record, epoch = self._prompts.record_index(prompt_id), prompt_id // self._prompts.num_records
         self._memory.learn(PromptOutcome(group_id, admitted_version, record, epoch, pass_rate))
 
@@ -348,7 +348,7 @@ class Curriculum(PromptSource):
     # --------------------------------------------------------------------------------------------------- persistence
 
     def state(self) -> dict[str, Any]:
-        """Return JSON that load_state takes: that of the order, how many were left out, and the memory."""
+        """Return JSON for load_state: the order's state, the number of prompts left out, and the memory."""
         return {
             **self._prompts.state(),
             "left_out": self._num_left_out,
@@ -358,9 +358,9 @@ class Curriculum(PromptSource):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to where state() was taken.  Raises CheckpointError if it is of another order, or malformed.
+        """Restore the result of state().  Raises CheckpointError if it is of another order, or malformed.
 
-        A stage beyond those of the run file becomes the last one.
+        A stage above those of the run file becomes the last one.
         """
         self._prompts.load_state(state)
         try:
@@ -392,7 +392,7 @@ class Curriculum(PromptSource):
     def _next_kept(self, position: int) -> int:
         """The first position from this one on that is not left out.
 
-        There is one: a stage has records, resting prompts come back after some epochs, and every chance is above 0.
+        It exists: a stage has records, resting prompts return after some epochs, and every chance is above 0.
         """
         num_records, look = self._prompts.num_records, FIRST_LOOK
         while True:
@@ -404,12 +404,12 @@ class Curriculum(PromptSource):
             position, look = position + len(records), min(2 * look, LONGEST_LOOK)
 
     def _is_kept(self, records: NDArray[np.int64], epoch: int, position: int) -> NDArray[np.bool_]:
-        """Which of these records [n], at positions from `position` on in one epoch, are asked."""
+        """Mask [n] of the records, at positions from `position` on in one epoch, that are not left out."""
         config = self._config
         newest, asked = self._memory.newest[records], self._memory.epochs[records]
         kept = self._stage_of[records] <= self._stage
         since = np.where(asked == NEVER, np.iinfo(np.int32).max, epoch - asked)
-        # As float32, which 9 of 10 are a little below and 1 of 10 a little above; NaN compares false.
+        # In float32, where the rate 9/10 is a little below 0.9 and 1/10 a little above 0.1; NaN compares false.
         kept &= ~((newest >= np.float32(config.solved_at)) & (since <= config.solved_rest_epochs))
         kept &= ~((newest <= np.float32(config.hopeless_at)) & (since <= config.hopeless_rest_epochs))
         if config.target_pass_rate != "off":
@@ -421,7 +421,7 @@ class Curriculum(PromptSource):
         return kept
 
     def _coins(self, epoch: int) -> NDArray[np.float64]:
-        """A number [N] in [0, 1) for each position of an epoch."""
+        """Random numbers [N] in [0, 1), one per position of an epoch."""
         if epoch != self._coins_of:
             raw = raw_draws(self._prompts.num_records, self._seed, epoch, _COIN)
             self._coins_in_order, self._coins_of = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53, epoch
@@ -445,7 +445,7 @@ def open_curriculum(config: Config, place: int = 0) -> Curriculum:
 
 
 def _stages(prompts: SeededPrompts, config: CurriculumConfig) -> NDArray[np.int64]:
-    """The stage [N] from which on each record is asked."""
+    """The first stage [N] in which each record is drawn."""
     if not config.stages:
         return np.zeros(prompts.num_records, dtype=np.int64)
     difficulties = prompts.numbers(config.difficulty_field, "curriculum.difficulty_field")
@@ -482,7 +482,7 @@ class Mixture(PromptSource):
         return self._taken(place, prompt)
 
     def num_rollouts(self, prompt_id: int) -> int:
-        """Rollouts that are wanted of the prompt that was drawn last, if more than admission.group_size; else 0."""
+        """Rollouts wanted of the prompt drawn last, if more than admission.group_size; else 0."""
         local, place = divmod(prompt_id, len(self._parts))
         return self._parts[place].num_rollouts(local)
 
@@ -503,7 +503,7 @@ class Mixture(PromptSource):
         return replace(record, key=f"{place}:{record.key}")
 
     def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
-        """Remember what a finished group says of its prompt."""
+        """Remember a finished group's pass rate."""
         local, place = divmod(prompt_id, len(self._parts))
         self._parts[place].learn(group_id, admitted_version, local, pass_rate)
 
@@ -527,14 +527,14 @@ class Mixture(PromptSource):
         return figures
 
     def state(self) -> dict[str, Any]:
-        """Return JSON that load_state takes: whose turn it is, and the state of every dataset, in their order.
+        """Return JSON for load_state: the totals of the round robin, and the state of every dataset, in their order.
 
-        Without names: files may be moved, and a dataset without a name is called after them.
+        Without names of datasets: these may come from files, which may be moved.
         """
         return {"credit": list(self._credit), "datasets": [part.state() for part in self._parts]}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to where state() was taken.  Raises CheckpointError if it is of other datasets."""
+        """Restore the result of state().  Raises CheckpointError if it is of other datasets."""
         saved, credit = state.get("datasets", [{}]), state.get("credit", [])
         if not len(saved) == len(credit) == len(self._parts):
             raise CheckpointError(
@@ -551,7 +551,7 @@ class Mixture(PromptSource):
     # ------------------------------------------------------------------------------------------------------- internals
 
     def _next(self) -> int:
-        """The dataset that would be drawn from now."""
+        """Index of the dataset that the next prompt comes from."""
         gained = [have + weight for have, weight in zip(self._credit, self._weights, strict=True)]
         return gained.index(max(gained))
 
@@ -575,7 +575,7 @@ def open_prompt_source(config: Config) -> PromptSource:
 def validate_datasets(config: Config, check_of: CheckOf | None = None) -> list[DatasetSummary]:
     """Read, fill and tokenise all datasets, or use the cached result.  Raises DataError, ConfigError.
 
-    check_of: task → what checks its references (SeededPrompts.validate); None: nothing does.
+    check_of: task → check of its references (SeededPrompts.validate); None: no check.
     """
     places = range(len(config.data))
     return [once(config, place, check_of is not None, partial(_validated, config, place, check_of)) for place in places]

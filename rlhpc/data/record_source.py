@@ -30,7 +30,7 @@ from rlhpc.sandbox.values import encode
 
 # ---------------------------------------------------------------------------------------------------------------- cache
 #
-# Cache for results of long work on data, kept between commands: one file each, named by a digest of its inputs.
+# Cache of results that take long to compute, kept between commands: one file each, named by a digest of its inputs.
 #
 # Input: everything that determines the result.  Output: bytes.  In $RLHPC_CACHE, else in rlhpc/ of $XDG_CACHE_HOME or
 # ~/.cache; may be deleted at any time; if it is not writable, the work is repeated.
@@ -39,9 +39,9 @@ from rlhpc.sandbox.values import encode
 def cached(
     kind: str, made_of: str, make: Callable[[], bytes], *, is_whole: Callable[[bytes], bool] = lambda _: True
 ) -> bytes:
-    """What `make` returns, from the cache if it was made before; kind: the directory, for people who look.
+    """Return the result of `make`, from the cache if possible; kind: directory in the cache.
 
-    is_whole: False for what a disk has damaged, which is made again.
+    is_whole: returns False for a damaged file, which is made again.
     """
     file = _home() / kind / hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
     with contextlib.suppress(OSError):
@@ -111,14 +111,14 @@ class Record:
         return here
 
     def has(self, name: str) -> bool:
-        """Whether there is such a field, and it is not null."""
+        """True if the field exists and is not null."""
         try:
             return self.value(name, "") is not None
         except DataError:
             return False
 
     def holds_several(self, name: str) -> bool:
-        """Whether a field, which must exist, is a list or an object."""
+        """True if a field, which must exist, is a list or an object."""
         return isinstance(self.value(name, ""), list | dict)
 
     def _missing(self, name: str, key: str, inside: str, here: Any) -> str:
@@ -152,7 +152,7 @@ class Record:
 
 
 def reference_of(text: str, reference_field: str) -> str:
-    """The reference in a whole record, as Record.reference makes it; "" where there is none."""
+    """The reference in the JSON of a whole record, as Record.reference makes it; "" if there is none."""
     record = Record(json.loads(text), "the record of a prompt")
     has_one = reference_field == WHOLE_RECORD or record.has(reference_field)
     return record.reference(reference_field) if has_one else ""
@@ -161,7 +161,7 @@ def reference_of(text: str, reference_field: str) -> str:
 def read_records(path: Path, split: str = "") -> list[Record]:
     """All records, files of a directory in the order of their names.
 
-    Raises DataError: nothing there, not a format known here, malformed, or no record at all.
+    Raises DataError: no file, no known format, malformed, or no record.
     """
     records = [
         Record(fields, f"{file}:{number}") for file in dataset_files(path, split) for fields, number in read_rows(file)
@@ -172,12 +172,12 @@ def read_records(path: Path, split: str = "") -> list[Record]:
 
 
 def _spelled(value: Any) -> str:
-    """What JSON has no form for, as text; a decimal number as _as_text has it."""
+    """Text of a value that JSON has no form for; a decimal number as in _as_text."""
     return format(value, "f") if isinstance(value, Decimal) else str(value)
 
 
 def is_unicode(text: str) -> bool:
-    """JSON can spell lone surrogates; neither tokenizers nor the wire can."""
+    """False for lone surrogates, which JSON can spell, but neither tokenizers nor the wire can."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -186,7 +186,7 @@ def is_unicode(text: str) -> bool:
 
 
 def _inner(value: Any, part: str) -> tuple[Any, bool]:
-    """(What `part` names in an object, a list or JSON text, True), or (the value itself, False) if there is none."""
+    """(Element `part` of an object, a list or JSON text, True), or (the value itself, False) if there is none."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):  # CSV has no other way
         try:
             value = json.loads(value)
@@ -215,7 +215,7 @@ def _listed(names: Iterable[str]) -> str:
 
 PREFIX = "reasoning_gym:"
 DISTRIBUTION = "reasoning-gym"
-# Kinds whose scorers, in release 0.1.25, give the whole reward to what is no answer, or none to this problem.
+# Kinds whose scorers, in release 0.1.25, give full reward to text that does not answer the problem.
 FLAWED = {
     "coin_flip": 'takes the beginning of a number for the whole ("0" for 0.3125)',
     "game_of_life_halting": 'takes any text for yes, "False" too',
@@ -287,7 +287,7 @@ def _made_in_a_child(question: str) -> bytes:
 
 
 def main() -> None:
-    """Read what is wanted from standard input, write records to standard output, a line each, or one with a fault."""
+    """Read the request from standard input, write records to standard output, a line each, or a line with the fault."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # datasets may print
     wanted = json.loads(sys.stdin.read())
@@ -308,7 +308,7 @@ def main() -> None:
 
 
 def problems_of(name: str, wanted: dict[str, Any], level: int | None) -> tuple[dict[str, Any], Any]:
-    """Settings of a dataset of the library, and itself; wanted: see made_records.
+    """Settings of a dataset of the library, and the dataset; wanted: see made_records.
 
     Raises ValueError that names key, value and what is legal.
     """
@@ -326,12 +326,12 @@ def problems_of(name: str, wanted: dict[str, Any], level: int | None) -> tuple[d
             raise ValueError(f"data.settings.{key}: {name!r} of reasoning_gym has no {key!r}; {_meant(key, known)}")
     try:
         return settings, create_dataset(name, seed=wanted["seed"], size=wanted["size"], **settings)
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:  # in whatever way it refuses settings
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:  # the library's ways to refuse settings
         raise ValueError(f"data.settings={wanted['settings']}: {name!r} of reasoning_gym: {error}") from error
 
 
 def _of_level(name: str, level: int, curricula: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Settings of a level, each of them at most at its highest."""
+    """Settings of a level, each capped at its highest level."""
     curriculum = curricula[name]()
     for attribute, definition in curriculum.attributes.items():
         curriculum.set_attr_level(attribute, min(level, len(definition.levels) - 1))

@@ -41,7 +41,7 @@ from rlhpc.protocol.types import Int32
 
 # Given by us, for every dialogue.
 _OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-# What the expressions of a template may raise.
+# Errors that expressions of a template may raise.
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
@@ -55,7 +55,7 @@ class ChatTemplate:
         now: Callable[[], datetime],
         kwargs: Mapping[str, object] | None = None,
     ) -> None:
-        """kwargs: model.chat_template_kwargs.  Raises ConfigError: does not compile, or does not read one of them."""
+        """kwargs: model.chat_template_kwargs.  Raises ConfigError: does not compile, or ignores one of them."""
         self._variables = dict(special_tokens) | dict(kwargs or {})
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
@@ -132,15 +132,15 @@ def _to_json(
 
 # ------------------------------------------------------------------------------------------------------------- thinking
 #
-# What of a completion is judged, where a model thinks before it answers (data.thinking_end).
+# The part of a completion that is judged, if the model thinks before it answers (data.thinking_end).
 
 THINKING_END = "</think>"  # of most models that think
 
 
 def answer_of(completion: str, thinking_end: str) -> tuple[str, int]:
-    """Return what follows the thinking, without blanks in front, and the number of characters before it.
+    """Return the text after the thinking, without leading blanks, and the number of characters before it.
 
-    thinking_end: "" if the whole completion is the answer.  A completion that never ends its thinking answers nothing.
+    thinking_end: "" if the whole completion is the answer.  A completion that never ends its thinking has no answer.
     """
     if not thinking_end:
         return completion, 0
@@ -153,7 +153,7 @@ def answer_of(completion: str, thinking_end: str) -> tuple[str, int]:
 # Find the token with which a completion's text first contains one of generation.stop.
 #
 # Input: tokens, and the tokenizer's decoding function.  Output: the number of tokens up to and including that one,
-# which is where the completion ends; and the text before the string, which is what is judged.  Pure.
+# where the completion ends; and the text before the string, which is judged.  Pure.
 #
 # The text is that of the completion alone, without special tokens.  Tokens are decoded a few at a time, so that the
 # work for each does not grow with the completion; bytes that may be the beginning of a character wait for its end.
@@ -161,17 +161,17 @@ def answer_of(completion: str, thinking_end: str) -> tuple[str, int]:
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet one
 _MOST_UNFINISHED = 3  # bytes of a character without its last one
-_MOST_TOKENS = 8  # that are decoded together
+_MOST_TOKENS = 8  # decoded together
 _KEPT_TOKENS = 4  # of them when the first are dropped: one more than a character can be unfinished for
 
 
 def no_text(_token_ids: Sequence[int]) -> str:
-    """Decode for an engine that is given no stop strings."""
+    """Decoder of an engine without stop strings."""
     raise AssertionError("stop strings for an engine that cannot decode")
 
 
 class StopSearch:
-    """The search in one completion, or one turn of a dialogue, which is read from its beginning."""
+    """The search in one completion, or one turn of a dialogue, read from its beginning."""
 
     def __init__(self, decode: Decode, stop_strings: Sequence[str]) -> None:
         """decode: tokens → text; stop_strings: without U+FFFD, none empty."""
@@ -180,11 +180,11 @@ class StopSearch:
         self._window: list[int] = []  # the last tokens
         self._num_shown = 0  # characters of the window's text that have been searched
         self._tail = ""  # the last characters that have been searched
-        self.num_tokens = 0  # that were read
+        self.num_tokens = 0  # read so far
         self.end: int | None = None  # tokens up to and including the one that completes a stop string
 
     def read(self, token_ids: Sequence[int]) -> int | None:
-        """Read the tokens that come next, none after the one that completes a stop string; return `end`."""
+        """Read the next tokens, none after the one that completes a stop string; return `end`."""
         if not self._stop_strings:
             return None
         for token_id in token_ids:
@@ -272,13 +272,13 @@ class PromptTokenizer:
 
     @classmethod
     def of(cls, model: ModelConfig) -> PromptTokenizer:
-        """That of a run's policy, with the variables of its chat template.  Raises ConfigError."""
+        """Tokenizer of a run's policy, with the variables of its chat template.  Raises ConfigError."""
         return cls(model.path, model.chat_template_kwargs)
 
     def encode(self, text: str) -> Int32:
         """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one).
 
-        A text that begins with BOS has been rendered already, and gets no second one.
+        A text that begins with BOS has already been rendered, and gets no second BOS.
         """
         return self._encode(text, add_special_tokens=not self._has_bos(text))
 
@@ -298,11 +298,11 @@ class PromptTokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
-        """Numbers of tokens of many texts, by all processors; with each, whether render_chat returned it."""
+        """Numbers of tokens of many texts, each with a flag for results of render_chat; uses all processors."""
         return self.measured(texts)[0]
 
     def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-        """lengths(), with the highest token of each text, -1 of one without."""
+        """lengths(), with the highest token of each text, -1 for an empty one."""
         lengths, highest = [0] * len(texts), [-1] * len(texts)
         is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
         for is_rendered in set(is_whole):
@@ -323,7 +323,7 @@ class PromptTokenizer:
         return self._chat_template
 
     def is_special(self, token_id: int) -> bool:
-        """Whether it is cut out of any text before the rest is tokenised."""
+        """True for an added token: it is cut out of any text before the rest is tokenised."""
         return token_id in self._tokenizer.get_added_tokens_decoder()
 
     def spelt_control(self, text: str) -> str:
@@ -333,7 +333,7 @@ class PromptTokenizer:
 
     @cached_property
     def _control_tokens(self) -> re.Pattern[str]:
-        """Those that the tokenizer itself calls special: ends of turns, but not <think>."""
+        """Pattern of the tokens that the tokenizer marks as special: ends of turns, but not <think>."""
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         texts = sorted((token.content for token in tokens if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
@@ -344,8 +344,8 @@ class PromptTokenizer:
         return text
 
     def pieces(self, token_ids: Int32) -> list[str]:
-        """Text of each token, special ones included, that together are the text of all; a character stands with the
-        last of its tokens, the others are "".
+        """Text of each token, special ones included; joined they are the text of all.  A character of several tokens is
+        in the text of the last one.
         """
         text = self.decode(token_ids, keep_special_tokens=True)
         ends = [0, *self._character_ends(token_ids, keep_special_tokens=True).tolist()]
@@ -361,14 +361,14 @@ class PromptTokenizer:
         stop_strings: Sequence[str] = (),
         keep_special_tokens: bool = False,
     ) -> str:
-        """Text of a completion; has_ended: without what ended it, the last token or the stop string it completes."""
+        """Text of a completion; has_ended: without its end, the last token or the stop string that it completes."""
         ids, decode = list(map(int, token_ids)), partial(self.decode, keep_special_tokens=keep_special_tokens)
         if not has_ended:
             return decode(ids)
         text = before_stop(self.decode, stop_strings, ids)
         if text is None:
             return decode(ids[:-1])
-        # With a special token in the midst of it the string stands in the one text, and not in the other.
+        # With a special token inside the stop string, only one of the two texts contains the string.
         whole = before_stop(decode, stop_strings, ids) if keep_special_tokens else text
         return decode(ids) if whole is None else whole
 
@@ -381,9 +381,9 @@ class PromptTokenizer:
         return tuple(sorted(ids)), tuple(text for text in stop if text not in special)
 
     def on_tokens(self, values_at: Mapping[int, float], token_ids: Int32) -> dict[int, float]:
-        """Values that belong to the first n characters of a completion's text, each at the token that completes these.
+        """Move values of the first n characters of a completion's text to the token that completes these characters.
 
-        Several on one token are added up.  Places of the result ascend.
+        Values on the same token are added up.  Places of the result ascend.
         """
         if not values_at:
             return {}
@@ -394,8 +394,7 @@ class PromptTokenizer:
         return found
 
     def _character_ends(self, token_ids: Int32, *, keep_special_tokens: bool = False) -> NDArray[np.int64]:
-        """Characters of the text that are whole after each token, [L]; a few tokens at a time, since decoding is
-        linear.
+        """Number of complete characters of the text after each token, [L]; decodes a few tokens at a time.
 
         A character of several tokens is whole after its last one; until then the decoder shows U+FFFD.  For bytes that
         are no character it always shows that; after four tokens this is certain, since no character has more bytes.
@@ -419,7 +418,7 @@ class PromptTokenizer:
 
     @property
     def num_words(self) -> int:
-        """Tokens of its vocabulary, without those that were added to it."""
+        """Tokens of the vocabulary, without added ones."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=False))
 
     @property
@@ -436,8 +435,8 @@ class PromptTokenizer:
         """Every token that ends a sequence, ascending; () where the checkpoint names none.
 
         The union of eos_token_id in generation_config.json and config.json and of eos_token in tokenizer_config.json
-        and special_tokens_map.json: chat models end a turn with a token that only some of the files name.  Read once:
-        it is asked for with every group, and the files may lie on a network.
+        and special_tokens_map.json: chat models end a turn with a token that only some of the files name.  Read once,
+        since it is used for every group, and the files may be on a network.
         """
         found = {token for token in self.eos_tokens if isinstance(token, int)}
         if (token := self._special_tokens().get("eos_token")) is not None:
@@ -447,14 +446,14 @@ class PromptTokenizer:
 
     @cached_property
     def writes_date(self) -> bool:
-        """Whether the chat template asks for today's date."""
+        """True if the chat template writes today's date."""
         with suppress(ConfigError):  # as below
             self.chat_template.render(_DIALOGUE[:1])
         return self._was_asked_the_date
 
     @cached_property
     def may_think(self) -> bool:
-        """Whether the chat template knows of thinking."""
+        """True if the chat template mentions THINKING_END."""
         try:
             return THINKING_END in self._template_source()
         except ConfigError:  # there is none
@@ -462,10 +461,10 @@ class PromptTokenizer:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a completion, ascending: eos_token_ids, and what the chat template ends an answer with.
+        """Every token that ends a completion, ascending: eos_token_ids, and the end of an answer in the template.
 
-        For base models with a template that is no end of a sequence (Qwen2.5: <|im_end|> beside <|endoftext|>), and
-        without it they go on to write the user's next message.
+        For base models with a template the latter is not among the former (Qwen2.5: <|im_end|>, <|endoftext|>), and
+        without it they would go on to write the user's next message.
         """
         ends = set(self.eos_token_ids)
         with suppress(ConfigError):  # there is no template, or it refuses to be asked so
@@ -496,7 +495,7 @@ class PromptTokenizer:
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     def _template_source(self) -> str:
-        """chat_template.jinja before tokenizer_config.json, of several named templates "default"."""
+        """The chat template: chat_template.jinja before tokenizer_config.json; "default" of several named ones."""
         file = self._model_dir / "chat_template.jinja"
         if file.is_file():
             try:

@@ -26,8 +26,8 @@ from rlhpc.protocol.errors import DataError
 #
 # Check every reference before a run: if its task cannot read one, no completion gets a verdict.
 #
-# Input: records, and what the task checks a reference with.  Output: how many were checked; a DataError that shows the
-# first bad ones, each with its line.
+# Input: records, and the check of their task.  Output: number of checked references; a DataError that shows the first
+# bad ones, each with its line.
 
 ReferenceCheck = Callable[[str], None]  # raises ValueError, which says what is legal
 CheckOf = Callable[[str], ReferenceCheck | None]  # by task; None: it checks none
@@ -45,11 +45,11 @@ def refuse_bad_references(
     most_s: float = MOST_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Return how many records were checked: all, or as many as `most_s` seconds allow; none of a task without a check.
+    """Return the number of records checked: as many as `most_s` seconds allow; tasks without a check are left out.
 
-    An environment that rewards by itself has no use for a reference.
+    An environment that rewards by itself needs no reference.
 
-    Raises DataError: a record has no such field, or the first references that are refused, a line each.
+    Raises DataError: a record has no such field; or the first refused references, a line each.
     """
     faults, checks = list[str](), dict[str, ReferenceCheck | None]()
     num_bad, num_checked, end = 0, 0, clock() + most_s
@@ -82,7 +82,7 @@ def _fault(record: Record, field: str, task: str, error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------------ dataset summary
 
 
-# Where models that see or hear have it inserted; others read the word.
+# Placeholders of pictures and sounds in multimodal models; other models read the word.
 _PLACE = re.compile(r"<(image|img|video|audio)>|<\|(image_pad|vision_start|image|video_pad|audio)\|>|\[IMG\]")
 _PICTURES = re.compile(r"(?i)(image|picture|video|audio|pixel_value)s?$")
 _CHECKED_AT_ONCE = 20_000  # records; as many references are counted in tokens
@@ -90,7 +90,7 @@ _CHECKED_AT_ONCE = 20_000  # records; as many references are counted in tokens
 
 @dataclass(frozen=True, slots=True)
 class DatasetSummary:
-    """Plain values, which are kept between commands."""
+    """Statistics of a dataset; plain values, which are cached between commands."""
 
     num_records: int
     longest_prompt_tokens: int
@@ -99,8 +99,8 @@ class DatasetSummary:
     example: str  # the first prompt, as the tokenizer gets it
     example_source: str
     example_tokens: int
-    num_references_counted: int  # those of the first records that are text
-    num_references_longer: int  # of them, than a completion may be
+    num_references_counted: int  # text references of the first records
+    num_references_longer: int  # of these, longer than a completion may be
     num_references_checked: int = 0  # by their tasks; all, where tasks check them and there is time
     num_spelling_control: int = 0  # records whose own text spells special tokens
     spelling_control: str = ""  # file and line of the first of them, and the token
@@ -108,15 +108,15 @@ class DatasetSummary:
     highest_source: str = ""  # file and line of its prompt
     last_token: int = -1  # of the first prompt
     num_distinct: int = 0  # prompts that differ from each other
-    num_showing_reference: int = 0  # records whose prompt tells the answer that is looked for
+    num_showing_reference: int = 0  # records whose prompt contains the answer
     num_with_pictures: int = 0  # records whose text has a place for a picture, a video or a sound
-    picture_field: str = ""  # of the first of them that has one beside it
+    picture_field: str = ""  # field with the picture, of the first such record that has one
 
 
 def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | None = None) -> DatasetSummary:
     """Make every prompt and reference once; check_of: task → its check of references.
 
-    Raises DataError for one that fails, with the number of those that are too long, or naming the first bad references.
+    Raises DataError for a prompt that fails, with the number of too long ones, or naming the first bad references.
     """
     form.refuse_unknown_task_field(records)
     lengths, tokens, distinct = list[int](), list[int](), set[int]()
@@ -171,7 +171,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 def once(config: Config, place: int, with_references: bool, look: Callable[[], DatasetSummary]) -> DatasetSummary:
-    """What `look` finds of one dataset of a run, or found before.  Raises what it raises.
+    """Return look()'s result for one dataset of a run, cached if possible.  Raises as `look`.
 
     with_references: whether tasks check their references.
     """

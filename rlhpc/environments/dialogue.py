@@ -1,15 +1,15 @@
 """One rollout of several turns, between an engine and an environment; every token exactly as it was sampled or read.
 
-    prompt │ opening │ turn │ observation │ turn │ … │ turn          the completion is all behind the prompt
+    prompt │ opening │ turn │ observation │ turn │ … │ turn          the completion is everything after the prompt
              no loss   loss   no loss       loss       loss
 
-The engine goes on from the tokens so far, as from a Prefix; they are what is trained.  Observations are rendered by the
-chat template, only what is new (data/prompt_form.py), and have log-probability 0 and the version of the token
+The engine continues from the tokens so far, as from a Prefix; exactly these are trained.  Observations are rendered by
+the chat template, new messages only (data/prompt_form.py), and have log-probability 0 and the version of the token
 before them.
 
-A dialogue that was handed back goes on from its prefix: the turns in it are played to the environment again, and what
-this says has to be the tokens that stand there.  Where it says something else, the rest of the prefix is given up, and
-the dialogue goes on from there.
+A dialogue that was handed back continues from its prefix: its turns are replayed to the environment, whose observations
+must be the tokens of the prefix.  At the first difference the rest of the prefix is dropped, and the dialogue continues
+from there.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class TurnsTaken:
     """The turns of a dialogue so far, for its environment."""
 
     turns: tuple[str, ...]
-    answer: str  # the last of them without special tokens
-    is_last: bool  # a limit ends the dialogue with it
-    is_cut: bool = False  # a limit has ended the last of them
-    num_tokens: tuple[int, int] = (0, 0)  # before the last of them, the prompt's included, and in it
-    token_ids: tuple[int, ...] = ()  # of the last of them, as sampled
+    answer: str  # the last turn without special tokens
+    is_last: bool  # a limit ends the dialogue with this turn
+    is_cut: bool = False  # a limit has ended the last turn
+    num_tokens: tuple[int, int] = (0, 0)  # before the last turn, the prompt included, and in it
+    token_ids: tuple[int, ...] = ()  # of the last turn, as sampled
 
 
 Environment = Callable[[TurnsTaken], Awaitable[TurnReply]]
 
 
 class Template(Protocol):
-    """What makes tokens of messages; DialogueTemplate is one."""
+    """Converts messages to tokens; DialogueTemplate is one."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Template(Protocol):
 
 @dataclass(slots=True)
 class _Tokens:
-    """A completion that grows, and what is left of the prefix that it is compared with."""
+    """A growing completion, and the rest of the prefix that it is compared with."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -78,14 +78,14 @@ class _Tokens:
     mask: list[bool] = field(default_factory=list)
 
     def sampled(self, ids: Int32, logprobs: Float32, versions: Int32) -> None:
-        """Tokens of the policy."""
+        """Append tokens of the policy."""
         self.ids += ids.tolist()
         self.logprobs += logprobs.tolist()
         self.versions += versions.tolist()
         self.mask += [True] * len(ids)
 
     def read(self, ids: Int32, version: int) -> None:
-        """Tokens of the environment."""
+        """Append tokens of the environment."""
         self.ids += ids.tolist()
         self.logprobs += [0.0] * len(ids)
         self.versions += [version] * len(ids)
@@ -100,10 +100,10 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class FinishedDialogue:
-    """How a dialogue ended."""
+    """A dialogue that has ended or was cut."""
 
-    rollout: Rollout  # FinishReason.ABORT: cut off; what there is may be continued
-    reply: TurnReply | None  # the environment's last one; None where it was cut off
+    rollout: Rollout  # FinishReason.ABORT: cut, may be continued
+    reply: TurnReply | None  # the environment's last one; None if the dialogue was cut
     num_turns: int
     token_rewards: dict[int, float]  # last token of a turn before the end → what the turn has earned
 
@@ -122,9 +122,9 @@ class Dialogue:
         admitted_version: int,
         longest_turn: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """admitted_version: of what is read before the first token is sampled, where the engine's is older.
+        """admitted_version: version of tokens read before the first is sampled, if the engine's is older.
 
-        longest_turn: tokens that the coming turn may have by the wish of who asked for it; None: no limit of theirs.
+        longest_turn: limit of the next turn in tokens, as requested by its client; None: no limit.
         """
         self._engine, self._environment, self._limits = engine, environment, limits
         self._tokenizer, self._template = speech
@@ -139,10 +139,10 @@ class Dialogue:
         self._last_turn: tuple[bool, tuple[int, int], tuple[int, ...]] = False, (0, 0), ()
         self._token_rewards, self._earned = dict[int, float](), 0.0
         self._is_cut = asyncio.Event()
-        self.request = request  # what is being sampled: without what was given up of its prefix
+        self.request = request  # as sampled: without the dropped part of its prefix
 
     async def run(self) -> FinishedDialogue:
-        """Talk to the end.  Raises as GenerationEngine.generate and the environment do."""
+        """Run the dialogue to its end.  Raises as GenerationEngine.generate and the environment do."""
         reply = await self._ask(is_last=False)
         if reply is None:
             return self._finished(FinishReason.ABORT, None)
@@ -173,7 +173,7 @@ class Dialogue:
         return self._finished(FinishReason.LENGTH, reply)
 
     async def cut(self) -> None:
-        """End it early; it returns with FinishReason.ABORT and what there is."""
+        """End the dialogue early: `run` returns its tokens so far with FinishReason.ABORT."""
         self._is_cut.set()
         await self._engine.abort(self._request.request_id)
 
@@ -195,7 +195,7 @@ class Dialogue:
         return spoken, reply
 
     async def _take_turn(self) -> FinishReason:
-        """The policy's next turn: what the prefix has of it, and the rest by the engine."""
+        """The policy's next turn: its beginning from the prefix, the rest from the engine."""
         start, wishes = len(self._tokens.ids), (self._limits.max_turn_tokens, self._longest_turn())
         longest = min([self._num_left, *(wish for wish in wishes if wish is not None)])
         self._repeat(longest)
@@ -226,7 +226,7 @@ class Dialogue:
         return await self._engine.generate(replace(self._request, prefix=self._tokens.prefix(), sampling=sampling))
 
     def _ended(self, start: int, longest: int) -> FinishReason | None:
-        """Why a turn that the prefix had ended; None: it has not."""
+        """FinishReason of a turn that is complete in the prefix; None: it is not."""
         turn = self._tokens.ids[start:]
         if turn and (turn[-1] in self._stops or self._stopped_at(turn) is not None):
             return FinishReason.STOP
@@ -236,7 +236,7 @@ class Dialogue:
         return stopped_at(self._tokenizer.decode, self._stop_strings, turn)
 
     async def _ask(self, *, is_last: bool) -> TurnReply | None:
-        """The environment's answer; None: cut off meanwhile."""
+        """The environment's answer; None: the dialogue was cut meanwhile."""
         taken = TurnsTaken(tuple(self._turns), self._answer, is_last, *self._last_turn)
         asking = asyncio.ensure_future(self._environment(taken))
         cutting = asyncio.ensure_future(self._is_cut.wait())
@@ -248,7 +248,7 @@ class Dialogue:
             cutting.cancel()
 
     def _earn(self, reply: TurnReply) -> None:
-        """Put on the last token of a turn what it has earned."""
+        """Put the reward of a turn on its last token."""
         earned, self._earned = reply.reward - self._earned, reply.reward
         if earned:
             self._token_rewards[len(self._tokens.ids) - 1] = earned
@@ -256,7 +256,7 @@ class Dialogue:
     # ---------------------------------------------------------------------------------------------------------- prefix
 
     def _left_of_prefix(self) -> Prefix | None:
-        """What stands in the prefix behind the tokens so far."""
+        """The rest of the prefix, after the tokens so far."""
         here = len(self._tokens.ids)
         if self._recorded is None or here >= len(self._recorded.token_ids):
             return None
@@ -264,7 +264,7 @@ class Dialogue:
         return Prefix(recorded.token_ids[here:], recorded.behaviour_logprobs[here:], recorded.versions[here:])
 
     def _repeat(self, longest: int) -> None:
-        """Take over what the prefix has of a turn."""
+        """Take over a turn's tokens from the prefix."""
         left = self._left_of_prefix()
         if left is not None:
             stops = np.flatnonzero(np.isin(left.token_ids[:longest], sorted(self._stops)))
@@ -273,7 +273,7 @@ class Dialogue:
             self._tokens.sampled(left.token_ids[:end], left.behaviour_logprobs[:end], left.versions[:end])
 
     def _read(self, ids: Int32) -> None:
-        """Add what the environment says; if the prefix has something else there, its rest is given up."""
+        """Add the environment's messages; if the prefix has other tokens there, drop its rest."""
         left = self._left_of_prefix()
         if left is not None and not np.array_equal(left.token_ids[: len(ids)], ids[: len(left.token_ids)]):
             log.warning(
@@ -308,7 +308,7 @@ class Dialogue:
         return FinishedDialogue(rollout, reply, len(self._turns), self._token_rewards)
 
     def _keep_the_rest(self) -> None:
-        """Cut off while its turns were played again: what was not reached yet is handed on with the rest."""
+        """Append the rest of the prefix, for a dialogue that was cut while its turns were replayed."""
         left = self._left_of_prefix()
         if left is not None:
             self._tokens.sampled(left.token_ids, left.behaviour_logprobs, left.versions)
@@ -319,7 +319,7 @@ def _mask(values: Sequence[bool]) -> Bool:
 
 
 def _no_room(reply: TurnReply, num_tokens: int, num_left: int) -> TurnReply:
-    """It is the run file that is wrong, and not the policy."""
+    """Verifier error: the opening leaves the policy no tokens, a fault of the run file."""
     why = (
         f"the environment opens with {num_tokens} tokens, which leaves the policy nothing of the {num_left} of "
         "generation.max_completion_tokens"
@@ -328,7 +328,7 @@ def _no_room(reply: TurnReply, num_tokens: int, num_left: int) -> TurnReply:
 
 
 def _refused(reply: TurnReply, error: ConfigError) -> TurnReply:
-    """The model's chat template has no place for what the environment says."""
+    """Verifier error: the model's chat template refuses the environment's messages."""
     return replace(reply, verdict=Verdict.VERIFIER_ERROR.value, detail=str(error), is_over=True)
 
 
@@ -344,7 +344,7 @@ def _failed(reply: TurnReply) -> bool:
 
 
 def turn_request(request: RolloutRequest, dataset: DataConfig, taken: TurnsTaken) -> TurnRequest:
-    """What an environment is asked after the turns so far; request_id 0: the RPC client numbers calls."""
+    """Request to an environment after the turns so far; request_id 0: the RPC client numbers calls."""
     prompt = request.prompt
     return TurnRequest(
         request_id=0,
@@ -360,7 +360,7 @@ def turn_request(request: RolloutRequest, dataset: DataConfig, taken: TurnsTaken
 
 
 async def answered(pool: RewardPool, request: TurnRequest) -> TurnReply:
-    """What the environment says; a failure is a verdict, verifier_error."""
+    """Reply of the environment; a failure is the verdict verifier_error."""
     turn = await pool.answer(
         DialogueRequest(
             key=request.dialogue,

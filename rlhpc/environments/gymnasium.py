@@ -1,7 +1,7 @@
 """The environment "gymnasium": any text environment of Gymnasium, by environment.id (its registry's name).
 
-Input: a record, whose `seed` and `options` reset() gets; without a seed it is made from the record, so that a dialogue
-can be played again.  Observations are messages of the user, a turn of the policy is an action, as it is.  Observations
+Input: a record, whose `seed` and `options` reset() gets; a missing seed is derived from the record, so that a dialogue
+can be replayed.  Observations are messages of the user, a turn of the policy is an action, as it is.  Observations
 and actions have to be gymnasium.spaces.Text: another environment needs a wrapper that puts it into words.
 Extra `gymnasium`; sources: Gymnasium's Env.reset and Env.step (gymnasium.farama.org/api/env).
 """
@@ -20,18 +20,18 @@ from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.protocol.environment import Environment, Message, Step
 from rlhpc.protocol.errors import ConfigError
 
-SUCCESS = "is_success"  # in `info`: whether the game was won, where it says so
+SUCCESS = "is_success"  # optional key of `info`: whether the game was won
 
 
 class GymnasiumEnvironment(Environment):
-    """One game."""
+    """One game of a text environment."""
 
     def __init__(self, game: gymnasium.Env[str, str]) -> None:
         self._game = game
 
     @classmethod
     def open(cls, settings: EnvironmentConfig) -> Self:
-        """Raises ConfigError if it cannot be made, or does not speak text."""
+        """Make the game.  Raises ConfigError if that fails, or if its spaces are not Text."""
         where = f"environment.id={settings.id!r}"
         game = try_out(
             "environment.id",

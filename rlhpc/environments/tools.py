@@ -29,7 +29,7 @@ from rlhpc.rewards.code_place import failure, limits_of, place
 
 # ----------------------------------------------------------------------------------------------------------- calculator
 #
-# A calculator: arithmetic of numbers, exact where they are whole.
+# A calculator: arithmetic of numbers, exact for whole numbers.
 #
 # Input: an expression such as (3 + 4) * 12.  Output: its value as text.  Python parses the expression; of its syntax
 # tree only numbers and the operators below have a value.  Length and numbers are bounded, so that no expression takes
@@ -43,7 +43,7 @@ _SPELLINGS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-"})
 
 
 def calculate(expression: str) -> str:
-    """Return the value.  Raises ValueError for what is no arithmetic, or too large."""
+    """Return the value of an expression.  Raises ValueError if it is not arithmetic, or too large."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"an expression has at most {MOST_CHARACTERS} characters")
     text = _LEADING_ZEROS.sub("", " ".join(expression.translate(_SPELLINGS).split()))
@@ -109,12 +109,12 @@ def _bounded(value: Number) -> Number:
 #
 # A Python tool: a program of the policy in the sandbox.
 #
-# Input: a program.  Output: what it prints, and how it failed.  A program's own failure is the policy's to see; one of
-# the sandbox raises SandboxError, a verifier error.
+# Input: a program.  Output: its output and its failure.  The policy sees the program's own failure; a failure of the
+# sandbox raises SandboxError, a verifier error.
 
 
 def run_python(code: str) -> str:
-    """Standard output, then a line on a failure.  Raises SandboxError."""
+    """Run a program; return its standard output, then a line on a failure.  Raises SandboxError."""
     sandbox, settings = place()
     run = sandbox.run(code.encode(errors="replace"), b"", limits_of(settings, settings.wall_s))
     printed, why = run.stdout.decode(errors="replace"), failure(run)
@@ -136,8 +136,8 @@ class Collection:
     """Documents, indexed."""
 
     def __init__(self, documents: Sequence[str]) -> None:
-        """documents: at least one has a word."""
-        from bm25s import BM25  # takes a second, of which runs without a search see nothing
+        """documents: at least one contains a word."""
+        from bm25s import BM25  # takes a second, which runs without a search are spared
 
         self._documents = documents
         self._index = BM25(method="lucene", k1=K1, b=B)
@@ -184,20 +184,20 @@ def _words(text: str) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------------- tool calls
 #
-# Read the tool calls in a turn, in the forms in which models have learnt to write them.
+# Read the tool calls in a turn, in the formats that models were trained on.
 #
 #    hermes   <tool_call>{"name": "search", "arguments": {"query": "…"}}</tool_call>      any number, text around them
 #    llama3   {"name": "search", "parameters": {"query": "…"}}      the whole turn, several separated by ";"
 #             <|python_tag|>{…} the same; <|python_tag|>search.call(query="…"); other text behind <|python_tag|> is code
 #
 # Sources: the function-calling format of Nous Hermes (github.com/NousResearch/Hermes-Function-Calling) and the chat
-# template of Qwen2.5; Meta's page on Llama 3.1 prompt formats.  Input: text.  Output: calls, and what was meant as one.
+# template of Qwen2.5; Meta's page on Llama 3.1 prompt formats.  Input: text.  Output: calls, and malformed calls.
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _BUILT_IN = re.compile(r"(\w+)\.call\((.*)\)", re.DOTALL)
 _KEYWORD = re.compile(r'(\w+)\s*=\s*("(?:[^"\\]|\\["\\/bfnrt])*"|-?[0-9]+(?:\.[0-9]+)?)')
-_SHOWN_CHARACTERS = 40  # of what is wrong
+_SHOWN_CHARACTERS = 40  # of a malformed call
 _DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
 
 
@@ -211,7 +211,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """A text that was meant as a call, but is none."""
+    """A malformed call."""
 
     why: str
 
@@ -228,7 +228,7 @@ def hermes_calls(turn: str) -> Calls:
 
 
 def llama3_calls(turn: str) -> Calls:
-    """The calls that a turn consists of; none where it is text."""
+    """The calls that a turn consists of; none if the turn is text."""
     text = turn.strip()
     is_tagged = text.startswith(_PYTHON_TAG)
     text = text.removeprefix(_PYTHON_TAG).strip()
@@ -283,7 +283,7 @@ def _of_value(value: Any) -> Call | CallError:
 
 
 def _built_in(name: str, arguments: str) -> Call | CallError:
-    """brave_search.call(query="…"): keyword arguments that are texts, as JSON spells them."""
+    """Parse brave_search.call(query="…"): keyword arguments that are JSON strings."""
     values, rest = dict[str, Any](), arguments.strip()
     while rest:
         word = _KEYWORD.match(rest)
@@ -299,7 +299,7 @@ def _built_in(name: str, arguments: str) -> Call | CallError:
 
 # ---------------------------------------------------------------------------------------------------------------- tools
 
-Tool = Callable[[str], str]  # argument → result; raises ValueError for what the policy should hear of
+Tool = Callable[[str], str]  # argument → result; raises ValueError with a message for the policy
 
 
 def open_tools(settings: EnvironmentConfig) -> dict[str, Tool]:
@@ -326,7 +326,7 @@ class ToolEnvironment(Environment):
         return cls(settings)
 
     async def reset(self, record: Mapping[str, Any]) -> Sequence[Message]:
-        """Nothing: the prompt is the question, and the chat template names the tools."""
+        """No messages: the prompt is the question, and the chat template names the tools."""
         return ()
 
     async def step(self, completion: str) -> Step:

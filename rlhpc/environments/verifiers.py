@@ -1,10 +1,10 @@
-"""The environment "verifiers": one of the library of that name (PyPI), by environment.id, with its own loop and rubric.
+"""The environment "verifiers": an environment of that library (PyPI), by environment.id, with its own loop and rubric.
 
-    reset(record) ─▶ rollout() of the library begins ─▶ its first request ─▶ what stands behind the prompt
-    step(turn)    ─▶ the answer to that request ─▶ its next request ─▶ what it has added; at its end the rubric's reward
+    reset(record) ─▶ rollout() of the library begins ─▶ its first request ─▶ messages after the prompt
+    step(turn)    ─▶ the answer to that request ─▶ its next request ─▶ new messages; at the end the rubric's reward
 
-The library believes that it asks a model: its client is ours, and waits for the policy's turn.  So an environment's
-loop runs as it does in the library; only turning messages into text is up to rlhpc.
+The library's client is ours: a request to the model waits for the policy's turn.  So an environment's loop runs
+unchanged; rlhpc only turns messages into text.
 Records are rows of the library's dataset: `python -m rlhpc.environments.verifiers ID > FILE` writes
 them, with data.prompt_field = "prompt".  Refused: tools (the chat template would not describe them), a history that the
 environment changes, and rewards of whole groups.  Extra `verifiers`, 0.1: later releases have no such loop.
@@ -40,10 +40,10 @@ class TurnClient(Client):
     def __init__(self) -> None:
         super().__init__(None)
         self.asked: asyncio.Queue[list[Message]] = asyncio.Queue()
-        self.turn: asyncio.Queue[str | None] = asyncio.Queue()  # None: there is no room for another one
+        self.turn: asyncio.Queue[str | None] = asyncio.Queue()  # None: no room for another turn
 
     async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any) -> Response:
-        """Raises OverlongPromptError where there is no room, after which the library judges what there is."""
+        """Return the policy's turn.  Raises OverlongPromptError if there is no room; the library then judges."""
         self.asked.put_nowait([_plain(message) for message in prompt])
         turn = await self.turn.get()
         if turn is None:
@@ -52,7 +52,7 @@ class TurnClient(Client):
         return Response(id="turn", created=0, model=model, message=message)
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     async def setup_client(self, config: Any) -> None:
         """Never called, nor are the five below, which convert messages for a provider."""
@@ -71,25 +71,25 @@ class VerifiersEnvironment(Environment):
 
     @classmethod
     def open(cls, settings: EnvironmentConfig) -> Self:
-        """Raises ConfigError if it cannot be loaded, or has what is refused."""
+        """Load the environment.  Raises ConfigError if that fails, or if it uses a refused feature."""
         return cls(_loaded(settings.id, json.dumps(settings.arguments)))
 
     async def reset(self, record: Mapping[str, Any]) -> Sequence[Message]:
-        """What the environment says behind the record's prompt before the first turn; nothing, mostly."""
+        """Messages between the record's prompt and the first turn; usually none."""
         row = {name: record[name] for name in _FIELDS if name in record}
         self._rollout = asyncio.create_task(self._play({"example_id": 0} | row))
         self._history = [_plain(message) for message in record["prompt"]]
         return await self._next() or ()
 
     async def step(self, completion: str) -> Step:
-        """What the environment says next; at the end the rubric's reward, with its functions as parts."""
+        """The environment's next messages; at the end the rubric's reward, with its functions as parts."""
         self._history.append({"role": "assistant", "content": completion})
         self._client.turn.put_nowait(completion)
         said = await self._next()
         return self._end() if said is None else Step(said)
 
     async def finish(self) -> Step:
-        """A limit has ended the dialogue: the rubric judges what there is."""
+        """The rubric's reward for a dialogue that a limit has ended."""
         self._client.turn.put_nowait(None)
         assert self._rollout is not None
         await self._rollout
@@ -109,7 +109,7 @@ class VerifiersEnvironment(Environment):
         return state
 
     async def _next(self) -> list[Message] | None:
-        """Messages that the next request adds; None: there is none.  Raises what the rollout has raised."""
+        """Messages that the next request adds; None: the rollout has ended.  Raises the rollout's exception."""
         assert self._rollout is not None
         request = asyncio.create_task(self._client.asked.get())
         await asyncio.wait((request, self._rollout), return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +135,7 @@ class VerifiersEnvironment(Environment):
 
 @cache
 def _loaded(name: str, arguments: str) -> Any:
-    """An environment of the library, once in each process.  Raises ConfigError."""
+    """An environment of the library, loaded once per process.  Raises ConfigError."""
     where = f"environment.id={name!r}"
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     given = json.loads(arguments)
@@ -156,7 +156,7 @@ def _loaded(name: str, arguments: str) -> Any:
 
 
 def _plain(message: Any) -> Message:
-    """Role and text.  Raises ValueError for images and the like."""
+    """Role and text of a message.  Raises ValueError for images and the like."""
     fields = message if isinstance(message, Mapping) else message.model_dump()
     content = fields.get("content") or ""
     if not isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Read a run's scalars back from its TensorBoard files.
+"""Read a run's scalars from its TensorBoard files.
 
 Input: the event files of one directory.  Output: a Curve for each metric.  Steps that a later attempt has undone are
 left out, as TensorBoard leaves them out.  A file that is being written, or was cut off by a kill, is read up to there.
@@ -25,7 +25,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 EVENT_FILES = "events.out.tfevents.*"  # in a directory; names begin with the time, so that they sort as they were made
 _HEAD = struct.Struct("<QI")  # length of the record, checksum of the length
 _CRC_BYTES = 4  # behind the record
-_LARGEST = 64 << 20  # of a record: more is no length but damage
+_LARGEST = 64 << 20  # of a record: a larger length is damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The newest value that is finite; nan if there is none."""
+        """The newest finite value; nan if there is none."""
         finite = self.values[np.isfinite(self.values)]
         return float(finite[-1]) if finite.size else float("nan")
 
     @property
     def growth(self) -> float:
-        """All that a counter has counted, although it begins anew now and then."""
+        """Total growth of a counter that restarts from 0 now and then."""
         finite = self.values[np.isfinite(self.values)]
         return float(np.maximum(np.diff(finite, prepend=0.0), 0.0).sum())
 
@@ -65,7 +65,7 @@ def read_curves(directory: Path) -> dict[str, Curve]:
 
 
 def merged(curves: Mapping[str, Curve], names: list[str]) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
-    """Steps of any of these, and each one's values there; nan where it has none."""
+    """Union of the steps of these curves, and each curve's values there; nan where it has none."""
     known = [name for name in names if name in curves]
     if not known:
         return np.zeros(0, np.int64), {}
@@ -78,7 +78,7 @@ def merged(curves: Mapping[str, Curve], names: list[str]) -> tuple[NDArray[np.in
 
 
 def _events_in(file: BinaryIO) -> Iterator[Event]:
-    """Whole events of a file; ends at what is torn or damaged."""
+    """Whole events of a file, up to the first torn or damaged one."""
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         length, _ = _HEAD.unpack(head)
         record = file.read(length + _CRC_BYTES) if length <= _LARGEST else b""
@@ -92,7 +92,7 @@ def _events_in(file: BinaryIO) -> Iterator[Event]:
 
 
 class _Written:
-    """Points of all metrics as they were written: 8 bytes each, for a long run has ten million."""
+    """Points of all metrics as they were written: 8 bytes each, since a long run has ten million."""
 
     def __init__(self) -> None:
         self._steps, self._times = array("q"), array("d")  # of all events
@@ -121,7 +121,7 @@ class _Written:
                 )
 
     def curves(self) -> dict[str, Curve]:
-        """Curves by name; of a step that was written twice, the newer point.  Hands the points over."""
+        """Curves by name, with the newer point of a step that was written twice.  Hands the points over."""
         steps, times = np.array(self._steps), np.array(self._times)
         shared: dict[bytes, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
         found: dict[str, Curve] = {}
@@ -161,7 +161,7 @@ class CurveTable:
     def columns(self) -> dict[str, list[Any]]:
         """Lists of int, float or None, equally long: `step`, `unix_time_s`, and the metrics in order of their names.
 
-        Values are on disk as float32; here they are the shortest decimal numbers that stand for these.
+        Values are float32 on disk; here they are the shortest decimal numbers that represent these.
         """
         found: dict[str, list[Any]] = {
             STEP: [int(step) for step in self.steps],
@@ -175,7 +175,7 @@ class CurveTable:
         return found
 
     def csv_lines(self) -> Iterator[str]:
-        """A line with the names, then one for each step (RFC 4180, with the line ends of Unix)."""
+        """A line with the names, then a line per step (RFC 4180, with the line ends of Unix)."""
         columns = self.columns()
         line = io.StringIO()
         writer = csv.writer(line, lineterminator="\n")
@@ -186,7 +186,7 @@ class CurveTable:
             line.truncate()
 
     def rows(self) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """Step, unix time in seconds, and the points that there are, for programs that take a step at a time."""
+        """Yield step, unix time in seconds, and the step's points by metric."""
         columns = self.columns()
         names = [*self.curves]
         for step, at, *cells in zip(*columns.values(), strict=True):
@@ -206,5 +206,5 @@ def tabulated(curves: Mapping[str, Curve]) -> CurveTable:
 
 
 def shortest(value: float) -> float:
-    """Return the shortest decimal number that stands for a value of float32."""
+    """Return the shortest decimal number that represents a float32."""
     return float(str(np.float32(value)))

@@ -29,31 +29,31 @@ from rlhpc.protocol.errors import ConfigError, DataError
 
 # ------------------------------------------------------------------------------------------------------------- settings
 #
-# What an evaluation samples: written once to its directory, read by its processes.
+# Settings of an evaluation: written once to its directory, read by its processes.
 #
 # evaluation.json     these settings
 # samples-0.jsonl     samples of its first process
 # summary.json        the figures, once all samples are there
 
 NAME = "evaluation.json"
-OF_RUNS = {"path", "name", "weight", "max_prompt_tokens", "max_completion_tokens"}  # of [data]; other keys decide
+OF_RUNS = {"path", "name", "weight", "max_prompt_tokens", "max_completion_tokens"}  # keys of [data] not in `identity`
 SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
-    """Model, data and engine as a run file has them, and how much is sampled."""
+    """Model, data and engine as in a run file, and the number of samples."""
 
     config: Config
     title: str  # the model and the data, for people
     samples_per_prompt: int
     num_prompts: int  # the first ones in the seeded order
     temperature: float  # 0: the most likely token each time
-    inputs: dict[str, Any]  # digests of what the samples depend on
+    inputs: dict[str, Any]  # digests of the files that samples depend on
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What determines a sample, by key: samples under different values do not belong together."""
+        """Values that determine a sample, by key: samples under different values must not be mixed."""
         config = self.config
         return {
             **{f"inputs.{name}": value for name, value in self.inputs.items()},
@@ -76,13 +76,13 @@ class EvaluationSettings:
         return self.num_prompts * self.samples_per_prompt
 
     def write(self, directory: Path) -> None:
-        """Write them into an evaluation's directory.  Raises OSError."""
+        """Write the settings into an evaluation's directory.  Raises OSError."""
         document = {"config": self.config.model_dump(mode="json"), **{name: getattr(self, name) for name in _PLAIN}}
         write_atomically(directory / NAME, json.dumps(document, indent=1).encode())
 
 
 def _of_environment(config: Config) -> dict[str, Any]:
-    """What determines a dialogue; a corpus counts by its contents, which are among the inputs."""
+    """Values that determine a dialogue; a corpus counts by its digest, which is among the inputs."""
     if not config.data[0].environment:
         return {}
     table = config.environment.model_dump(mode="json", exclude={"corpus"})
@@ -90,7 +90,7 @@ def _of_environment(config: Config) -> dict[str, Any]:
 
 
 def _of_tasks(config: Config) -> dict[str, Any]:
-    """The tables that say how the dataset's tasks judge."""
+    """The tables that configure the dataset's tasks."""
     found: dict[str, Any] = {}
     for task in config.data_tasks:
         if task in config.composite:
@@ -153,7 +153,7 @@ class JudgedSample:
     """A sample with a verdict."""
 
     is_correct: bool
-    answer: str  # "": none was found, or the reward function names none
+    answer: str  # "": none was found, or the reward function reports none
     reward: float
 
 
@@ -207,17 +207,17 @@ def mean(values: NDArray[np.float64]) -> Estimate:
 
 
 def estimates(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: int) -> dict[str, Estimate]:
-    """pass@k for k = 1, 2, 4, … and samples_per_prompt, maj@k for that last one, and reward, in this order.
+    """pass@k for k = 1, 2, 4, … and samples_per_prompt, maj@k for the last of these, and reward, in this order.
 
     A prompt with fewer than k judged samples is left out of pass@k and of maj@k; a figure without prompts is left out.
-    maj@k needs a reward function that names answers.
+    maj@k needs a reward function that reports answers.
     """
     found = of_prompts(prompts, samples_per_prompt)
     return {name: (mean if name == REWARD else share)(np.array([*values.values()])) for name, values in found.items()}
 
 
 def of_prompts(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: int) -> dict[str, dict[int, float]]:
-    """The figures of single prompts, by the prompt's place, whose means estimates() returns."""
+    """Figures of single prompts, by the prompt's place; estimates() returns their means."""
     found: dict[str, dict[int, float]] = {}
     for k in sizes_of_sets(samples_per_prompt):
         found[f"pass@{k}"] = {
@@ -238,7 +238,7 @@ def of_prompts(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: in
 def difference(first: NDArray[np.float64], second: NDArray[np.float64]) -> Estimate:
     """Mean of second − first, values [N] of the same prompts; N ≥ 1.
 
-    The interval is that of the differences (arXiv:2411.00640, §4.2): what makes a prompt hard for both cancels out.
+    The interval is that of the differences (arXiv:2411.00640, §4.2): the difficulty of a prompt for both cancels out.
     """
     return mean(second - first)
 
@@ -257,9 +257,9 @@ class EvaluatedSample:
     source: str  # file and line of the record
     completion: str
     num_tokens: int
-    finish_reason: str  # "stop", or "length" where it was cut off
+    finish_reason: str  # "stop", or "length" if it was cut off
     verdict: str
-    reward: float  # without a meaning where the verdict is verifier_error
+    reward: float  # meaningless if the verdict is verifier_error
     answer: str = ""
     detail: str = ""
     parts: dict[str, float] = field(default_factory=dict)

@@ -92,15 +92,15 @@ class BusyClock:
 
 # -------------------------------------------------------------------------------------------------------- sample window
 #
-# How many samples a replica should hold at once, from the lengths of those that have finished.
+# Number of samples that a replica should hold at once, from the lengths of finished ones.
 #
 # Input: the size of the KV cache and the lengths of finished requests.  Output: a number of samples.  Pure.
 #
-# Divided by the greatest length, the cache of a model that answers in a tenth of it stays nine tenths empty.  What one
-# request takes is measured in two ways, of which the greater counts:
-#     when it ends     prompt + completion, on average: of those that begin together all may be that long at once
-#     while it runs    tokens held, averaged over the steps of all requests, in which long ones weigh more; and two
-#                      standard deviations of the sum over all that run, so that the cache is rarely over-full
+# Divided by the greatest length, the cache of a model that answers in a tenth of it stays nine tenths empty.  The size
+# of a request is measured in two ways, of which the greater counts:
+#     when it ends     prompt + completion, on average: requests that begin together may all be that long at once
+#     while it runs    tokens held, averaged over the steps of all requests, so that long ones weigh more; plus two
+#                      standard deviations of the sum over all running ones, so that the cache is rarely over-full
 # The prior assumes the greatest length for every request.  Finished requests outweigh it gradually, recent ones most,
 # since lengths change while a model learns.  Short requests finish first, so the first ones to finish are biased: that
 # is why there is a prior.  An engine that runs out of KV cache nevertheless preempts a request and computes it again,
@@ -111,7 +111,7 @@ MEMORY_WINDOWS = 4  # memory of finished requests, in multiples of the samples t
 
 
 class SampleWindow:
-    """Divides the KV cache by the space that a request takes."""
+    """Divides the KV cache by the size of a request."""
 
     def __init__(self, *, kv_tokens: int, longest_tokens: int, max_num_seqs: int, block_tokens: int = 1) -> None:
         """kv_tokens: size of the cache.  longest_tokens: of a prompt with its completion.
@@ -128,7 +128,7 @@ class SampleWindow:
         self._held_squares = self._num_steps * longest**2
 
     def finished(self, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A request ended, not aborted: num_tokens sampled, after num_prompt_tokens (a continued prefix included)."""
+        """Count a finished request: num_tokens sampled after num_prompt_tokens (a continued prefix included)."""
         keep = 1 - 1 / (MEMORY_WINDOWS * self.num_samples + 1)
         held = num_prompt_tokens + (num_tokens + self._block) / 2  # half of the last block is empty on average
         self._num_finished = keep * self._num_finished + 1
@@ -139,7 +139,7 @@ class SampleWindow:
 
     @property
     def num_samples(self) -> int:
-        """Samples worth holding: from as many as fit at their greatest length, to max_num_seqs."""
+        """Samples to hold: at least as many as fit at their greatest length, at most max_num_seqs."""
         each = max(self._final_tokens / self._num_finished, self._tokens_while_running())
         return max(self._fewest, min(self._max_num_seqs, int(self._kv_tokens / each)))
 
@@ -155,19 +155,19 @@ class SampleWindow:
 # ----------------------------------------------------------------------------------------------------- timeline entries
 
 WORKS = "works"  # instead of what a process waits for
-SILENT = "silent"  # it has given no sign of life for some seconds: paused, hung, or dead and not yet given up
+SILENT = "silent"  # no heartbeat for some seconds: paused, hung, or dead and not yet given up
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """A line of timeline.jsonl: of an interval that ends then, or of something that happened."""
+    """A line of timeline.jsonl: an interval that ends at `unix_time_s`, or an event."""
 
     unix_time_s: float
     attempt: int
     step: int
     phase: str  # of the run: starting, training, …
-    seconds: float = 0.0  # length of the interval; 0: something happened
-    # process → WORKS, SILENT or what it waits for → share
+    seconds: float = 0.0  # length of the interval; 0: an event
+    # process → WORKS, SILENT or its reason for waiting → share
     work: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     event: str = ""  # joined, lost, left, disk
     name: str = ""  # process
@@ -178,7 +178,7 @@ class TimelineEntry:
 #
 # The live progress line of a run.
 #
-# Input: metrics of a step, or what the run is waiting for before the first one.  Output: text, written to a stream.
+# Input: metrics of a step, or the phase of the run before the first one.  Output: text, written to a stream.
 # On a terminal the line is rewritten in place, and items that do not fit are left out; in a log file, lines are
 # infrequent, so that a week's log stays readable.
 
@@ -210,7 +210,7 @@ class ProgressLine:
         self._is_open = False  # something stands on the terminal's line
 
     def update(self, progress: Progress) -> None:
-        """Show the metrics of a finished step, if it is time to."""
+        """Show the metrics of a finished step, if a line is due."""
         if self._is_terminal:
             self._rewrite(parts_of(progress))
         elif self._last_phase or self._is_due(progress.step):
@@ -218,7 +218,7 @@ class ProgressLine:
             self._write(" | ".join(parts_of(progress)) + "\n")
 
     def wait(self, phase: str, waits_for: str) -> None:
-        """Show what the run does before it trains.  In a log, a line for each phase, and now and then another."""
+        """Show the phase of the run before it trains.  In a log, a line for each phase, and now and then another."""
         parts = [phase, waits_for] if waits_for else [phase]
         if self._is_terminal:
             self._rewrite(parts)
@@ -248,7 +248,7 @@ class ProgressLine:
 
 
 def parts_of(progress: Progress) -> list[str]:
-    """What the line says, the most important first.
+    """Parts of the line, the most important first.
 
     Example: step 120/2000 | 3 h 05 min left | reward 0.412 | staleness 1.2 | generate 48.1k tok/s | train 13.2k tok/s
     """
@@ -264,7 +264,7 @@ def parts_of(progress: Progress) -> list[str]:
 
 
 def fitting(parts: Sequence[str], width: int) -> str:
-    """Join as many whole parts as there is room for; the first one is cut off where even that is too long."""
+    """Join as many whole parts as there is room for; the first part is cut if even that is too long."""
     line = parts[0]
     for part in parts[1:]:
         if len(line) + len(" | ") + len(part) > width:
@@ -313,7 +313,7 @@ class Rate:
         self._forget(now)
 
     def per_second(self, now: float) -> float:
-        """Amount of the last window over its length; 0 where no time has passed."""
+        """Amount of the last window over its length; 0 if no time has passed."""
         self._forget(now)
         span_s = min(self._window_s, now - self._began)
         return self._sum / span_s if span_s > 0 else 0.0
@@ -326,7 +326,7 @@ class Rate:
 
 
 class LoopLag:
-    """How late an event loop resumes a task that slept: an extra delay of every message."""
+    """Delay with which an event loop resumes a task that slept; it is added to every message's."""
 
     def __init__(
         self, clock: Clock, interval_s: float = 0.1, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -358,7 +358,7 @@ class LoopLag:
 
 
 class Eta:
-    """When the run will end, from the pace of its last steps."""
+    """Remaining time of the run, from the pace of its last steps."""
 
     def __init__(self, num_steps: int, window_steps: int = 20) -> None:
         """num_steps: of the whole run.

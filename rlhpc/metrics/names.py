@@ -1,9 +1,9 @@
 """The stable names of the metrics that a run writes, with unit and meaning.
 
 A frozen table.  A name is never reused for something else.  `rlhpc schema metrics` prints the table.
-A name that ends in "/*" stands for a family; what stands there a user chooses, and it may have slashes.
+A name that ends in "/*" is a family; the user chooses the last part, which may have slashes.
 Shares are 0–1.  "Batch" is the batch of the optimiser step at which the value is written; "Recently finished" is since
-the previous step, zero-variance groups included: what the policy can do now, not what it is trained on.
+the previous step, zero-variance groups included: the policy's present ability, not the data it is trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
-        # What the policy achieves.
+        # Success of the policy.
         "reward/mean": Metric("reward", "mean over recently finished rollouts"),
         "reward/std": Metric("reward", "standard deviation over recently finished rollouts"),
         "reward/shaped_mean": Metric("reward", "the same after [shaping]: what advantages are computed from"),
@@ -126,7 +126,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "policy/mismatch_log_perplexity": Metric("nats", "|mean of proximal − sampler log-probability| of a rollout"),
         "policy/kl_reference": Metric("nats", "KL of current policy from the reference, estimator k3"),
         "own_loss/*": Metric("-", "reported by a custom algorithm.loss, mean over loss tokens"),
-        # The same for the loss tokens of one age: versions between sampling and training; 4 stands for all above too.
+        # The same for the loss tokens of one age: versions between sampling and training; 4 includes all above.
         "age_tokens_share/*": Metric("share", "loss tokens of this age"),
         "age_importance_weight/*": Metric("ratio", "as policy/importance_weight_mean, tokens of this age"),
         "age_ess/*": Metric("ratio", "as policy/ess, tokens of this age"),

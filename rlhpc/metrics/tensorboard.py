@@ -122,7 +122,7 @@ _Item = bytes | threading.Event | None  # a serialised event, a flush to be answ
 
 
 class RunEventWriter:
-    """One file of one attempt; a later attempt makes a later file in the same directory."""
+    """Writer of an attempt's event file; a later attempt makes a later file in the same directory."""
 
     def __init__(self, directory: Path, wall_clock: Callable[[], float] = time.time) -> None:
         """Create directory and file.  Raises RunDirectoryError if that fails."""
@@ -196,7 +196,7 @@ class RunEventWriter:
                 return items
 
     def _write(self, events: list[bytes]) -> None:
-        """Write whole records or nothing of them."""
+        """Write whole records or none."""
         records = io.BytesIO()
         writer = RecordWriter(records)
         for event in events:
@@ -230,7 +230,7 @@ def _write_all(file: io.FileIO, data: memoryview) -> None:
 
 
 def _later_than_all(directory: Path, now: int) -> int:
-    """Now, or a second after the newest file: the clock was set back, or that of another node is ahead.
+    """Now, or a second after the newest file's time, if the clock was set back, or another node's is ahead.
 
     Readers take files in the order of their names, and TensorBoard ignores one that sorts before what it has read.
     """
@@ -263,7 +263,7 @@ class TensorBoardWriter(RunEventWriter):
         self._append(step, Summary(value=points))
 
     def histogram(self, name: str, step: int, values: ArrayLike, num_buckets: int = 30) -> None:
-        """Write the distribution of the finite ones among `values`; nothing where there is none."""
+        """Write the distribution of the finite `values`, if there are any."""
         numbers = np.asarray(values, dtype=np.float64).ravel()
         numbers = numbers[np.isfinite(numbers)]
         if numbers.size:
@@ -287,9 +287,9 @@ class TensorBoardWriter(RunEventWriter):
         self._append(0, summary)
 
     def undo_from(self, step: int) -> None:
-        """Have the points of earlier files of this directory disregarded from this step on; before anything else.
+        """Have readers ignore points of earlier files of this directory from this step on; to be written first.
 
-        Twice, since the loader takes the first start that it sees in a directory for that of a new run.
+        Written twice, since the loader takes the first start that it sees in a directory for that of a new run.
         """
         for _ in range(2):
             self.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
@@ -312,7 +312,7 @@ _LONGEST_TEXT = 4_000  # characters of a sample that are shown
 
 
 class Sample(NamedTuple):
-    """One completion to show; a plain tuple of the same four works as well."""
+    """One completion to show; a plain tuple of the same four fields works as well."""
 
     prompt: str
     completion: str
@@ -333,7 +333,7 @@ class Recorder(TensorBoardWriter):
     ) -> None:
         """Create event files and write the dashboard's layout.
 
-        seam: the step at which an attempt that is not the first continues; what was written from it on is undone.
+        seam: the step at which a later attempt continues; points from this step on are undone.
         `find` returns a metric's row or raises KeyError.  Raises RunDirectoryError if a file cannot be created.
         """
         super().__init__(directory, wall_clock)
@@ -363,7 +363,7 @@ class Recorder(TensorBoardWriter):
             self.text(f"samples/{index}", step, sample_markdown(Sample(*sample)))
 
     def guard(self, step: int, text: str) -> None:
-        """Write what the guard did at a step, as text."""
+        """Write the guard's action at a step, as text."""
         self.text("guard/event", step, _verbatim(text))
 
     def config(self, text: str) -> None:
