@@ -453,7 +453,7 @@ class LoraConfig(Section):
     quantization: Annotated[Literal["off", "nf4"], ADAPTED] = "off"
     """How the frozen matrices of attention and MLP are kept in the trainer: "off" in model.dtype, or "nf4" in 4 bits
     (Dettmers et al. 2023, arXiv:2305.14314) by bitsandbytes, of the extra "nf4"; embedding, head and experts stay as
-    they are. Engines have the same weights, in model.dtype."""
+    they are. Engines hold what they unpack to, in model.dtype."""
     initial: Annotated[LoosePath | None, ADAPTED] = None
     """Directory of a PEFT adapter of the same rank, alpha and layers to begin with; its dropout is ignored. Default:
     A is drawn with the variance 1 / (3 · in) of PEFT's default, and B is 0: the policy begins as model.path."""
@@ -492,17 +492,11 @@ class LoraConfig(Section):
             yield f"{key.rank} with {key.checkpoint.trainer_format}: that format has no place for adapters; legal: 'hf'"
 
     @rule
-    def four_bits_are_sent_whole(self, config: Config, key: Keys) -> Faults:
-        """`quantization`: `"nf4"` needs `weights.form` = `"merged"`, since engines load the weights that are not
-        quantised; `trainer.backend` = `"reference"`, or `"deepspeed"` with `zero_stage` 1 or 2."""
+    def four_bits_have_a_backend(self, config: Config, key: Keys) -> Faults:
+        """`quantization`: `"nf4"` needs the backend `"reference"`, or `"deepspeed"` with `zero_stage` 1 or 2."""
         if self.quantization == "off":
             return
         trainer, quantization = config.trainer, key.quantization
-        if config.weights.form != "merged":
-            yield (
-                f"{quantization} with {key.weights.form}: engines would add the adapters to weights that were not "
-                "quantised; legal: weights.form='merged'"
-            )
         if trainer.backend == "megatron":
             yield f"{quantization} with {key.trainer.backend}; legal: 'reference', 'deepspeed'"
         if trainer.backend == "deepspeed" and trainer.zero_stage == 3:

@@ -5,6 +5,8 @@ request is sampled with W + scale · B A.  vLLM keeps adapters in slots, one row
 layer, and would read a new one from files, under a new number that no running request has.  Here a version overwrites
 the slot instead, between two decoding steps: requests go on, and what CUDA graphs have captured stays where it is.
 
+In this file: the slot; products with what it holds; a base in four bits.
+
 Guarantees.  Before the first version the slot is zero: the base.  A version that does not fit is refused by its
 manifest, before anything has been received; one that is loaded leaves nothing of the one before.  The base is never
 written to.
@@ -14,16 +16,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from rlhpc.generation.vllm_start import FOUR_BITS
+from rlhpc.models.adapter import is_quantised
 from rlhpc.protocol.errors import GroupFailed
 from rlhpc.protocol.types import WeightManifest
+from rlhpc.weights.four_bits import in_four_bits, unpacked
 
 POLICY = 1  # vLLM's number of the adapter that all requests are sampled with
 WARM_UP_RANK = 1  # of the zeros that it is registered with; vLLM keeps them in host memory
@@ -222,3 +230,26 @@ def _shares(layer: Any, parts: Sequence[_Pair | None]) -> list[_Pair | None]:
 def _stacks(stacked: Any) -> tuple[Tensor, ...]:
     """The buffers [slots, 1, …] of a layer's modules; the head has one by itself."""
     return (stacked,) if isinstance(stacked, Tensor) else tuple(stacked)
+
+
+# ---------------------------------------------------------------------------------------------------- base in four bits
+
+
+@register_model_loader(FOUR_BITS)
+class FourBitLoader(DefaultModelLoader):
+    """Loads the weights that a trainer with lora.quantization computes with: matrices of attention and MLP, unpacked.
+
+    Before vLLM joins or shards them: the scales are of 64 numbers in a row of the whole matrix.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        """Reads files as vLLM does by default."""
+        super().__init__(replace(load_config, load_format="auto"))
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor of the checkpoint; packed on the model's device, as the trainer packs on its own."""
+        device = next(model.parameters()).device
+        for name, weight in super().get_all_weights(model_config, model):
+            if weight.dim() == 2 and is_quantised(name.removesuffix(".weight")):
+                weight = unpacked(*in_four_bits(weight.to(device, model_config.dtype)))
+            yield name, weight

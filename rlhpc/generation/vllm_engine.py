@@ -34,7 +34,14 @@ from rlhpc.generation.vllm_requests import (
 from rlhpc.generation.vllm_start import device_here, engine_profile, start_vllm, stop_vllm, window_of
 from rlhpc.generation.weight_updates import PauseSwitch, WeightUpdates
 from rlhpc.metrics.meters import BusyClock
-from rlhpc.models.adapter import base_digest, chosen_layers, matrices_of, refuse_unserved_adapters, sends_adapters
+from rlhpc.models.adapter import (
+    base_digest,
+    base_name,
+    chosen_layers,
+    matrices_of,
+    refuse_unserved_adapters,
+    sends_adapters,
+)
 from rlhpc.models.weights import object_in, read_header, refuse_other_weights, weight_files
 from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
 from rlhpc.protocol.errors import ConfigError, EngineError
@@ -405,6 +412,6 @@ def _adapted_modules(config: Config) -> tuple[list[str], str]:
         shapes = {name: each.shape for file in weight_files(path) for name, each in read_header(file).items()}
         layers = chosen_layers(config.lora, matrices_of(shapes))
         refuse_unserved_adapters(config, layers, object_in(path / "config.json"), device=device_here())
-        return list(layers), base_digest(path)
+        return list(layers), base_name(config.lora, base_digest(path))
     except (ConfigError, OSError) as error:
         raise EngineError(f"vLLM is not started: {error}") from error

@@ -36,6 +36,7 @@ from rlhpc.protocol.errors import EngineError
 
 
 WORKER_EXTENSION = "rlhpc.generation.weight_updates.WeightUpdateExtension"
+FOUR_BITS = "rlhpc_nf4"  # load format of quantised_base.py
 SEVERAL_WORKERS = "rlhpc.generation.vllm_start.ShieldedExecutor"
 CPU_KV_CACHE_BYTES = 256 << 20
 CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
@@ -112,6 +113,8 @@ def engine_profile(
     engine_args = _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config))
     if names := sorted({name.rpartition(".")[2] for name in adapted}):
         engine_args |= _adapter_args(config, names)
+        if config.lora.quantization != "off":
+            engine_args["load_format"] = FOUR_BITS
     return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
 
 

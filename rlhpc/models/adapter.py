@@ -301,6 +301,11 @@ def base_digest(directory: Path) -> str:
     return digest.hexdigest()[:16] if stored else ""
 
 
+def base_name(settings: LoraConfig, digest: str) -> str:
+    """What a version says of the weights that it is beside: their digest, and how they are quantised; "": not known."""
+    return f"{digest}-{settings.quantization}" if digest and settings.quantization != "off" else digest
+
+
 def _samples(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     """Offset and length in the file; the whole of a small tensor."""
     size = tensor.end - tensor.begin

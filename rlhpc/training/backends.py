@@ -258,22 +258,6 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
 
 
-def in_four_bits(weight: Tensor) -> tuple[Tensor, Any]:
-    """A matrix of any dtype as packed numbers and their scales, on its device."""
-    from bitsandbytes.functional import quantize_4bit  # of an extra
-
-    packed, scales = quantize_4bit(weight.contiguous(), quant_type="nf4", compress_statistics=True)
-    return packed, scales
-
-
-def unpacked(packed: Tensor, scales: Any) -> Tensor:
-    """The matrix in its dtype, with the same bits every time."""
-    from bitsandbytes.functional import dequantize_4bit  # of an extra
-
-    whole: Tensor = dequantize_4bit(packed, scales)
-    return whole
-
-
 # ----------------------------------------------------------------------------------------------------- stateful backend
 
 NoneOrRows = Sequence[Tensor] | None

@@ -34,9 +34,10 @@ from rlhpc.models.adapter import (
 from rlhpc.protocol.contracts import TrainerBackend
 from rlhpc.protocol.errors import CheckpointError, ConfigError
 from rlhpc.protocol.types import TensorSpec
-from rlhpc.training.backends import AVERAGE, in_four_bits, merged, unpacked
+from rlhpc.training.backends import AVERAGE, merged
 from rlhpc.training.checkpoint_tensors import INDEX_FILE, TensorSource, plan_shards, size_in_bytes, write_safetensors
 from rlhpc.training.trainer_state import TrainerCheckpoint, open_checkpoint
+from rlhpc.weights.four_bits import in_four_bits, unpacked
 
 # --------------------------------------------------------------------------------------------------------------- export
 

@@ -35,6 +35,7 @@ from rlhpc.models.adapter import (
     B,
     adapter_specs,
     base_digest,
+    base_name,
     chosen_layers,
     is_quantised,
     record_of,
@@ -42,19 +43,20 @@ from rlhpc.models.adapter import (
     refuse_other_adapter,
 )
 from rlhpc.protocol.types import AdapterForm, TensorSpec
-from rlhpc.training.backends import HeldParameters, in_four_bits, merged, unpacked
+from rlhpc.training.backends import HeldParameters, merged
 from rlhpc.training.checkpoint_tensors import TensorSource
 from rlhpc.training.hf_model import CausalLM, load_trained, named_on_disk, on_disk
 from rlhpc.training.logprob import all_ranks_agree
 from rlhpc.training.ranks import DTYPES
+from rlhpc.weights.four_bits import in_four_bits, unpacked
 
 log = logging.getLogger("rlhpc.training")
 
 
 # ---------------------------------------------------------------------------------------------------- base in four bits
 #
-# The frozen matrices of attention and MLP, packed (backends.py).  A matrix is unpacked for each product, to the same
-# bits every time, and for each version that is sent.
+# The frozen matrices of attention and MLP, packed (weights/four_bits.py).  A matrix is unpacked for each product, to
+# the same bits every time, and for each merged version that is sent; engines of adapters unpack it when they start.
 
 
 class QuantisedLinear(nn.Module):
@@ -182,7 +184,11 @@ class Lora:
     @property
     def form(self) -> AdapterForm | None:
         """What a manifest says of a version; None where whole weights are published."""
-        return None if self.is_merged else AdapterForm(self.settings.rank, self.settings.scale, self.digest)
+        return (
+            None
+            if self.is_merged
+            else AdapterForm(self.settings.rank, self.settings.scale, base_name(self.settings, self.digest))
+        )
 
     @property
     def record(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def tiny_config(
             "kv_cache_bytes": 64 << 20, **generation,
         },
         "admission": {"groups_per_step": 2, "group_size": 2},
-        "trainer": {"token_budget": 1024},
+        "trainer": {"token_budget": 1024} | ({"backend": "reference"} if "quantization" in lora else {}),
         "weights": {"timeout_s": PATIENCE_S, "transport": "gloo", "staging": staging},
         "lora": dict(lora),
     }  # fmt: skip

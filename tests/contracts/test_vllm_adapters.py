@@ -7,18 +7,21 @@ import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from vllm.config.load import LoadConfig
 
-from rlhpc.generation.adapter_slot import AdapterSlot
+from rlhpc.generation.adapter_slot import AdapterSlot, FourBitLoader
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import A, B
 from rlhpc.protocol.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.protocol.types import AdapterForm, TensorSpec, WeightManifest
+from rlhpc.training.lora import load_policy
 from rlhpc.weights.buckets import make_manifest
 from tests.contracts.engine_subjects import AdapterSubject, VllmSubject, request_of, tiny_config
 from tests.tiny_models import make_tiny_checkpoint
@@ -250,6 +253,61 @@ async def test_two_ranks_of_an_engine_have_their_shares(tmp_path: Path) -> None:
 
 class SharedOut(AdapterSubject):
     num_workers = 2
+
+
+class FourBitSubject(AdapterSubject):
+    """Whose trainer has packed the matrices of attention and MLP."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        functional = pytest.importorskip("bitsandbytes.functional")
+        for name, tensor in self._base.items():
+            if name.endswith("_proj.weight"):
+                packed, scales = functional.quantize_4bit(tensor, quant_type="nf4", compress_statistics=True)
+                self._base[name] = functional.dequantize_4bit(packed, scales)
+
+    def form(self) -> AdapterForm:
+        form = super().form()
+        return replace(form, base=f"{form.base}-nf4")
+
+
+class SharedFourBits(FourBitSubject):
+    num_workers = 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_the_base_in_four_bits_has_the_bits_of_the_trainers(tmp_path: Path, dtype: str) -> None:
+    model = make_tiny_checkpoint(tmp_path)
+    config = tiny_config(model, dtype=dtype, lora=AdapterSubject.LORA | {"quantization": "nf4"})
+    policy, lora = load_policy(config, torch.device("cpu"))
+    assert lora is not None
+    assert lora.quantised
+    settings = SimpleNamespace(model=str(model), revision=None, dtype=policy.head_weight.dtype)
+    read = dict(FourBitLoader(LoadConfig()).get_all_weights(settings, policy.module))
+    for name, tensor in lora.whole_base():
+        assert torch.equal(read[name].to(tensor.dtype), tensor), name
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=LONG)])
+async def test_beside_a_base_in_four_bits_it_samples_by_what_that_unpacks_to(tmp_path: Path, workers: int) -> None:
+    lora = AdapterSubject.LORA | {"quantization": "nf4"}
+    made = await (FourBitSubject if workers == 1 else SharedFourBits).start(
+        tmp_path, family="qwen2", tied=True, lora=lora, tensor_parallel=workers
+    )
+    try:
+        await made.join()
+        await assert_samples_as_merged(made, -1)
+        await made.update(1)
+        await assert_samples_as_merged(made, 1)
+        manifest = changed(base=made.form().base.removesuffix("-nf4"))(made.manifest(2))
+        publishing = asyncio.create_task(asyncio.to_thread(made.publisher.publish, manifest, iter(made.weights(2))))
+        with pytest.raises(TornWeights, match=r"is for the base \w+, and this engine holds \w+-nf4"):
+            await made.engine.receive_weights(manifest)
+        with pytest.raises(GroupFailed):
+            await publishing
+    finally:
+        await made.engine.close()
+        made.publisher.dissolve()
 
 
 async def test_an_engine_of_whole_weights_takes_no_adapters(tmp_path: Path) -> None:

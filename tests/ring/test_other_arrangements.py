@@ -77,6 +77,17 @@ def test_an_engine_follows_a_bfloat16_trainer_by_what_has_changed(lab: Lab) -> N
     assert last_scalar(layout, "weights/checksums_differed") == 0
 
 
+@pytest.mark.long
+@pytest.mark.vllm
+def test_trainer_and_engine_have_the_same_base_of_four_bits(lab: Lab) -> None:
+    pytest.importorskip("bitsandbytes")
+    layout = run_to_the_end(
+        lab, "four-bits", run={"num_steps": 3}, generation={"engine": "vllm"},
+        lora={"rank": 8, "quantization": "nf4", "learning_rate": 0.01}, weights={"timeout_s": 60.0, "canary_every": 1},
+    )  # fmt: skip
+    assert max(scalars(layout, "weights/canary_logratio")) < 1e-5
+
+
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no copy of GSM8K beside the repository")
 def test_three_steps_of_gsm8k_are_judged_as_mathematics(lab: Lab) -> None:
     layout = run_to_the_end(

@@ -20,7 +20,7 @@ from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config, with_values
 from rlhpc.models.shape import ModelShape, ParallelLayout, layers_of_stage
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
-from rlhpc.training.backends import in_four_bits
+from rlhpc.weights.four_bits import in_four_bits
 from tests import build
 from tests.unit.launch.public_models import (
     CONFIGS,

@@ -337,12 +337,11 @@ def test_a_layout_that_contradicts_itself_or_the_model_is_refused(bench, trainer
 @pytest.mark.parametrize(
     ("form", "trainer", "words"),
     [
-        ("adapter", {"backend": "reference"}, ["lora.quantization='nf4'", "weights.form='adapter'", "form='merged'"]),
         ("merged", {"backend": "megatron"}, ["'nf4' with trainer.backend='megatron'; legal: 'reference', 'deepspeed'"]),
         ("merged", {"backend": "deepspeed", "zero_stage": 3}, ["with trainer.zero_stage=3", "legal: 1, 2"]),
     ],
 )
-def test_four_bits_that_engines_or_backend_would_not_have_are_refused(bench, form, trainer, words):
+def test_four_bits_that_the_backend_does_not_have_are_refused(bench, form, trainer, words):
     bench.settings |= {"lora": {"rank": 4, "quantization": "nf4"}, "weights": {"form": form}}
     bench.settings["trainer"] |= trainer
     (line,) = bench.refusal()
