@@ -1,7 +1,7 @@
 """The objectives that algorithm.loss can name, user-defined losses, and the loss of a critic.
 
-In this file: user-defined losses, and their trial; the critic's loss; the contract of an objective, and parts that
-several share; CISPO; DPPO; GMPO; PPO; GSPO; REINFORCE; SAPO.
+In this file: user-defined losses, and their trial; the critic's loss; that of supervised fine-tuning; the contract of
+an objective, and parts that several share; CISPO; DPPO; GMPO; PPO; GSPO; REINFORCE; SAPO.
 
 Input of an objective: log-probabilities of the sampled tokens.  Output: a number per token, to be maximised.
 """
@@ -283,6 +283,15 @@ class ValueLoss:
             errors = torch.where(is_clipped, bounded, errors)
         weights = torch.where(row.loss_mask, row.weights, 0.0)
         return 0.5 * (weights * errors).sum(), {"clipped": is_clipped.detach().float().sum()}
+
+
+# ----------------------------------------------------------------------------------------------------------- supervised
+
+
+def supervised_loss(current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
+    """A PolicyLoss: cross-entropy with the tokens that are learnt, −Σ_t a_t · log π(t), of supervised fine-tuning."""
+    logprobs = torch.where(row.loss_mask, current, 0.0)
+    return -(torch.where(row.loss_mask, row.weights, 0.0) * logprobs).sum(), {}
 
 
 # ------------------------------------------------------------------------------------------------------------ objective

@@ -45,7 +45,9 @@ from rlhpc.algorithms.objectives import (
     reinforce,
     sequence_mean,
     sequence_sum,
+    supervised_loss,
 )
+from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import LOSSES, AlgorithmConfig
 from rlhpc.protocol.contracts import PolicyLoss, TokenRow
 
@@ -277,6 +279,11 @@ def loglinear_anchor(behaviour: Tensor, current: Tensor, versions: Tensor, polic
 
 
 # ---------------------------------------------------------------------------------------------------------- policy loss
+
+
+def loss_of_run(config: Config, policy_version: int) -> PolicyLoss:
+    """Return the loss of a run for a batch that is trained at policy_version.  Raises as make_policy_loss."""
+    return supervised_loss if config.is_supervised else make_policy_loss(config.algorithm, policy_version)
 
 
 def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from string import Formatter
 from typing import Any
 
@@ -57,17 +57,25 @@ def is_conversation(value: Any) -> bool:
 def prompt_messages(value: Any, source: str, name: str, system_prompt: str) -> list[Message]:
     """Messages up to the answer that is to be sampled: assistant messages at the end are left out.
 
-    source, name: record and field, for messages of DataErrors.  system_prompt: put first, unless there is one.
+    As conversation_messages; DataErrors also if nothing is asked.
     """
-    where = f"{source}: field {name!r}"
-    messages = [_message(each, f"{where}, message {place}") for place, each in enumerate(value, 1)]
+    messages = conversation_messages(value, source, name)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise DataError(f"{where} holds no message that asks for an answer")
-    if system_prompt and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, system(system_prompt))
-    return messages
+        raise DataError(f"{source}: field {name!r} holds no message that asks for an answer")
+    return told_first(messages, system_prompt)
+
+
+def conversation_messages(value: Any, source: str, name: str) -> list[Message]:
+    """All messages of a field.  source, name: record and field, for messages of DataErrors."""
+    return [_message(each, f"{source}: field {name!r}, message {place}") for place, each in enumerate(value, 1)]
+
+
+def told_first(messages: list[Message], system_prompt: str) -> list[Message]:
+    """The messages with a system message first, unless they have one, or it is empty."""
+    has_one = not system_prompt or messages[0]["role"] in ("system", "developer")
+    return messages if has_one else [system(system_prompt), *messages]
 
 
 def as_conversation(value: Any) -> Any:
@@ -201,6 +209,33 @@ class DialogueTemplate:
         """Tokens [L] of a dialogue up to the policy's next turn.  Raises ConfigError if the template refuses it."""
         return self._tokenizer.encode_rendered(self._rendered(messages))
 
+    def demonstration(self, messages: Sequence[AnyMessage]) -> list[str]:
+        """The parts of a conversation up to the end of its last turn: what is told, a turn, what is told, …
+
+        Each turn is what the template writes as the last one, which is what a policy would have sampled.  A part after
+        a turn begins with the token that ends it, and the last part is that token, and what follows it.  Raises
+        ConfigError: there is no turn, or the template refuses it.
+        """
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise ConfigError("no message of the assistant, which is what is learnt")
+        parts = [self._rendered(messages[: turns[0]])]
+        for place, following in pairwise([*turns, len(messages)]):
+            parts.append(self._turn(messages[place]))
+            told = (_ASKED, _ANSWERED, *messages[place + 1 : following])
+            parts.append(self._close if place == turns[-1] else self._after(told))
+        return parts
+
+    def _turn(self, message: AnyMessage) -> str:
+        whole = self._rendered((_ASKED, message), add_generation_prompt=False)
+        if not (whole.startswith(self._asking) and whole.endswith(self._close)):
+            raise self._refused(f"a turn is not between {self._asking!r} and {self._close!r}, but {whole!r}")
+        return whole[len(self._asking) : len(whole) - len(self._close)]
+
+    @cached_property
+    def _asking(self) -> str:
+        return self._rendered((_ASKED,))
+
     def plain(self, text: str) -> Int32:
         """Tokens [L] of a text without a template; special tokens may be spelt out in it."""
         return self._tokenizer.encode_rendered(text)
@@ -257,7 +292,7 @@ class DialogueTemplate:
     @staticmethod
     def _refused(why: str) -> ConfigError:
         return ConfigError(
-            f"data.environment: the chat template of model.path cannot be applied one message after the other: {why}; "
+            f"model.path: its chat template cannot be applied one message after the other: {why}; "
             "legal: a template that writes every message once, and ends a turn with a special token"
         )
 
@@ -347,23 +382,28 @@ class PromptForm:
 
     def text(self, record: Record) -> tuple[str, bool]:
         """The text to tokenise, and whether a chat template made it, which writes special tokens itself."""
-        data = self._data
-        if self._dialogue is not None and data.environment == AGENT:
+        if self._dialogue is not None and self._data.environment == AGENT:
             return self._dialogue.beginning, True  # the agent sends the rest
+        asked = self.asked(record)
+        return (
+            (self._without_chat(asked, record), False) if isinstance(asked, str) else (self._chat(asked, record), True)
+        )
+
+    def asked(self, record: Record) -> str | list[Message]:
+        """What a record asks: text, or messages for the chat template.  Raises DataError: it asks nothing."""
+        data = self._data
         if data.prompt_field:
             value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
             if is_conversation(value):
                 messages = prompt_messages(value, record.source, data.prompt_field, data.system_prompt)
                 self._refuse_empty([messages[-1]["content"]], record, f"the last message of {data.prompt_field!r}")
-                return self._chat(messages, record), True
+                return messages
             refuse_pythons(value, record.source, data.prompt_field)
             text = record.text(data.prompt_field, "data.prompt_field")
             self._refuse_empty([text], record, f"field {data.prompt_field!r} (data.prompt_field)")
         else:
             text = self._filled(record)
-        if not data.use_chat_template:
-            return self._without_chat(text, record), False
-        return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)], record), True
+        return told_first([user(text)], data.system_prompt) if data.use_chat_template else text
 
     def spelt_control(self, record: Record) -> str:
         """A special token spelt in the record's own text, not in the template's; "": none.  Raises DataError.
@@ -444,10 +484,10 @@ class PromptForm:
             text = template.render(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
         except ConfigError as error:
             raise DataError(f"{record.source}: {error}") from error
-        self._refuse_left_out(messages, text, record)
+        self.refuse_left_out(messages, text, record)
         return text
 
-    def _refuse_left_out(self, messages: Sequence[Message], text: str, record: Record) -> None:
+    def refuse_left_out(self, messages: Sequence[Message], text: str, record: Record) -> None:
         """Raise DataError for a message with content that the chat template leaves out."""
         for message in messages:
             if message["role"] not in _ASKING or _is_in(text, message["content"]):

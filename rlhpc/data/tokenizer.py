@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
@@ -230,6 +230,7 @@ def before_stop(decode: Decode, stop_strings: Sequence[str], token_ids: Sequence
 # ------------------------------------------------------------------------------------------------------------ tokenizer
 
 _MOST_BYTES = 4  # of a character in UTF-8
+_NO_TOKENS: Int32 = np.empty(0, np.int32)
 _MARK = "~the~answer~"  # an answer that occurs in no template
 _DIALOGUE = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": _MARK})
 
@@ -304,14 +305,25 @@ class PromptTokenizer:
     def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
         """lengths(), with the highest token of each text, -1 for an empty one."""
         lengths, highest = [0] * len(texts), [-1] * len(texts)
+        for place, ids in self._encoded(texts):
+            lengths[place], highest[place] = len(ids), max(ids, default=-1)
+        return lengths, highest
+
+    def encode_all(self, texts: Sequence[tuple[str, bool]]) -> list[Int32]:
+        """Tokens [L] of many texts, by all processors; with each, whether render_chat returned it."""
+        found = [_NO_TOKENS] * len(texts)
+        for place, ids in self._encoded(texts):
+            found[place] = np.array(ids, dtype=np.int32)
+        return found
+
+    def _encoded(self, texts: Sequence[tuple[str, bool]]) -> Iterator[tuple[int, list[int]]]:
+        """Yield the place and the tokens of each, in any order."""
         is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
         for is_rendered in set(is_whole):
             places = [place for place, whole in enumerate(is_whole) if whole is is_rendered]
             batch = [texts[place][0] for place in places]
             encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=not is_rendered)
-            for place, encoding in zip(places, encoded, strict=True):
-                lengths[place], highest[place] = len(encoding), max(encoding.ids, default=-1)
-        return lengths, highest
+            yield from ((place, encoding.ids) for place, encoding in zip(places, encoded, strict=True))
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -439,10 +451,27 @@ class PromptTokenizer:
         since it is used for every group, and the files may be on a network.
         """
         found = {token for token in self.eos_tokens if isinstance(token, int)}
-        if (token := self._special_tokens().get("eos_token")) is not None:
-            token_id = self._tokenizer.token_to_id(token)
-            found.update([] if token_id is None else [token_id])
+        found.update([] if self._own_eos is None else [self._own_eos])
         return tuple(sorted(found))
+
+    @cached_property
+    def _own_eos(self) -> int | None:
+        token = self._special_tokens().get("eos_token")
+        found: int | None = None if token is None else self._tokenizer.token_to_id(token)
+        return found
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that text without a chat template ends with: the tokenizer's own, or else one that it has.
+
+        Raises ConfigError: the checkpoint names none.
+        """
+        if self._own_eos is None and not self.eos_token_ids:
+            raise ConfigError(
+                f"model.path={self._model_dir}: no file names an end token, with which demonstrations without a chat "
+                'template end; legal: "eos_token" in tokenizer_config.json'
+            )
+        return self.eos_token_ids[0] if self._own_eos is None else self._own_eos
 
     @cached_property
     def writes_date(self) -> bool:

@@ -166,8 +166,8 @@ def _picture_field(record: Record) -> str:
 # Input: Config.  Output: DatasetSummary.  Files are identified by path, size, times and inode, without reading them, so
 # that a million prompts are checked only once.  Faults are not cached.
 
-_CODE = ("data/*.py", "rewards/*.py", "protocol/environment.py")  # the code that determines the result
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+CODE_FILES = ("data/*.py", "rewards/*.py", "protocol/environment.py")  # the code that determines the result
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def once(config: Config, place: int, with_references: bool, look: Callable[[], DatasetSummary]) -> DatasetSummary:
@@ -185,16 +185,16 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
             table.model_dump(mode="json")
             for table in (config.judge, config.instructions, config.math, config.text, config.sandbox)
         ],
-        "template": _states([Path(config.judge.template_file)] if config.judge.template_file else []),
+        "template": states_of([Path(config.judge.template_file)] if config.judge.template_file else []),
         "composites": {name: table.model_dump(mode="json") for name, table in config.composite.items()},
         "tools": config.environment.tools if data.environment else (),  # prompts describe them
         "curriculum": config.curriculum.model_dump(mode="json"),
         "generation": [config.generation.max_prompt_tokens, config.generation.max_completion_tokens],
-        "files": _states(files),
+        "files": states_of(files),
         "library": library_version() if data.source else "",
         "chat_template_kwargs": config.model.chat_template_kwargs,
-        "tokenizer": _states(config.model.path / name for name in _TOKENIZER),
-        "code": _states(file for part in _CODE for file in sorted(package.glob(part))),
+        "tokenizer": states_of(config.model.path / name for name in TOKENIZER_FILES),
+        "code": states_of(file for part in CODE_FILES for file in sorted(package.glob(part))),
     }
     found = cached("datasets", json.dumps(made_of), lambda: json.dumps(asdict(look())).encode(), is_whole=_is_summary)
     return DatasetSummary(**json.loads(found))
@@ -208,7 +208,7 @@ def _is_summary(content: bytes) -> bool:
     return True
 
 
-def _states(files: Iterable[Path]) -> list[tuple[str, int, int, int, int]]:
+def states_of(files: Iterable[Path]) -> list[tuple[str, int, int, int, int]]:
     """States of the files that exist; ctime cannot be set back."""
     states = ((file, file.stat()) for file in files if file.exists())
     return [(str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for file, s in states]

@@ -20,10 +20,18 @@ from tests.contracts.trainer_scenarios import (
     refused_steps,
     score,
     skip_poisoned_steps,
+    supervised_step,
     take_steps,
     threads_after_a_step,
 )
-from tests.contracts.trainer_textbook import hf_logprobs, hf_losses, hf_training, load_hf, weights_on_disk
+from tests.contracts.trainer_textbook import (
+    hf_cross_entropy,
+    hf_logprobs,
+    hf_losses,
+    hf_training,
+    load_hf,
+    weights_on_disk,
+)
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
 FEW_THREADS = 16  # a backend of two ranks that is open has 7 to 60
@@ -171,6 +179,22 @@ def test_every_loss_is_that_of_unpacked_samples_in_every_layout(cluster, model, 
         for (loss, norm), (wanted, wanted_norm), algorithm in zip(found, expected, ALGORITHMS, strict=True):
             assert loss == pytest.approx(wanted, rel=1e-4, abs=1e-3), algorithm
             assert norm == pytest.approx(wanted_norm, rel=1e-4, abs=1e-5), algorithm
+
+
+def test_supervised_loss_and_gradients_are_those_of_cross_entropy_in_float64(cluster, model, tmp_path):
+    """Packed conversations of several turns, to 1e-6; so layouts agree with each other, too."""
+    samples = [
+        replace(sample, loss_mask=(np.arange(len(sample.token_ids)) // (2 + index % 3)) % 2 == 1)
+        for index, sample in enumerate(draw(usual_model(cluster.name)))
+    ]
+    loss, gradients = hf_cross_entropy(model, samples)
+    answers = cluster.run(supervised_step, tmp_path, model=model, rows=packed(samples))
+    assert [found for found, _ in answers] == [pytest.approx(loss, rel=1e-6)] * len(answers)
+    assert answers[0][1].keys() == gradients.keys()
+    for name, gradient in answers[0][1].items():
+        torch.testing.assert_close(
+            gradient, gradients[name], atol=1e-6, rtol=0, msg=lambda text, name=name: name + text
+        )
 
 
 def test_every_rank_gets_the_same_result(cluster, one_step):

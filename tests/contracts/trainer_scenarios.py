@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhpc.algorithms.objectives import supervised_loss
 from rlhpc.algorithms.policy_loss import make_policy_loss
 from rlhpc.base.patience import Deadline
 from rlhpc.config.tables_algorithm import AlgorithmConfig
@@ -84,6 +85,25 @@ def refused_steps(
         found.append((result.metrics["loss"], result.grad_norm))
     backend.close()
     return found
+
+
+def supervised_step(rank: Rank, *, model: Path, rows: Rows) -> Any:
+    """(loss, gradients by name of the weight) of cross-entropy, of a step from whose length they can be told."""
+    backend = rank.open(model, adam_eps=1.0)
+    before = weights_of(backend)
+    result = backend.step(
+        rank.share(rows, backend.dp_rank, backend.dp_size),
+        supervised_loss,
+        proximal=None,
+        num_loss_tokens=num_loss_tokens(rows),
+        learning_rate=1.0,
+        weight_decay=0.0,
+        max_grad_norm=1e6,
+    )
+    after = weights_of(backend)
+    backend.close()
+    steps = {name: tensor.double() - after[name].double() for name, tensor in before.items()}  # g / (|g| + 1)
+    return result.metrics["loss"], {name: step / (1 - step.abs()) for name, step in steps.items()}
 
 
 class NanGradientOn:

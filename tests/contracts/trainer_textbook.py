@@ -99,3 +99,17 @@ def hf_losses(
         norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters() if p.grad is not None])
         found.append((loss.item(), norm.item()))
     return found
+
+
+def hf_cross_entropy(directory: Path, samples: list[TrainingSample]) -> tuple[float, dict[str, Tensor]]:
+    """Cross-entropy with the loss tokens, and the gradients of its mean, in float64, of one sample after the other."""
+    hf, total = load_hf(directory, torch.float64), torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
+        labels = torch.where(torch.from_numpy(sample.loss_mask), tokens, -100)[1:]
+        logits = hf(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    (total / num_loss_tokens([pack_row(samples)])).backward()
+    for parameter in hf.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return total.item(), weights_on_disk(hf)

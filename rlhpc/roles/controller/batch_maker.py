@@ -1,6 +1,6 @@
 """Make the batch of a step, ask the trainer for the step, and record what came of it.
 
-In this file: the record of a step; the link to the trainer; the batch maker.
+In this file: the record of a step; the link to the trainer; the batch maker; batches of supervised fine-tuning.
 
 Rows go to the ranks that train them, as a rule while the step before is trained:
 
@@ -16,20 +16,24 @@ a batch made ahead, made late or made again after a restart is the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeVar
+
+import numpy as np
 
 from rlhpc.algorithms.packing import FlopCost, batch_slowdown, joined, pack
 from rlhpc.algorithms.samples import SampleMaker, optimiser_steps
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.data.demonstrations import Demonstration, Demonstrations
 from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import ChannelTimeout, ProtocolError
 from rlhpc.protocol.messages import BatchRows, StepReport, TrainerReady
-from rlhpc.protocol.types import PackedBatch, PackedMinibatch, RolloutGroup
+from rlhpc.protocol.types import PackedBatch, PackedMinibatch, RolloutGroup, TrainingSample
 from rlhpc.roles.controller.guarding import NOTHING, GuardNote
 
 # ---------------------------------------------------------------------------------------------------------- step record
@@ -269,3 +273,46 @@ def _ignore(task: asyncio.Task[MadeBatch]) -> None:
     """Nobody asks any more how it went."""
     with suppress(asyncio.CancelledError):
         task.exception()
+
+
+# ---------------------------------------------------------------------------------------------------------- supervised
+#
+# Batches of supervised fine-tuning: a pure function of settings, records and step.
+
+
+class SupervisedBatches:
+    """The rows of each step, and those of the held-out loss."""
+
+    def __init__(self, demonstrations: Demonstrations, config: Config, cost: FlopCost) -> None:
+        """config: of the stage.  cost: of the model."""
+        self._demonstrations, self._cost = demonstrations, cost
+        self._size, self._trainer = config.sft.batch_size, config.trainer
+
+    def rows(self, step: int) -> PackedMinibatch:
+        """The batch of a step, from 0."""
+        first = step * self._size
+        return self._packed([self._demonstrations.learnt(number) for number in range(first, first + self._size)])
+
+    def held_out_rows(self) -> Iterator[PackedMinibatch]:
+        """Yield all that is held out, the same each time, as many conversations at once as a batch has."""
+        conversations = self._demonstrations.held_out()
+        while some := list(islice(conversations, self._size)):
+            yield self._packed(some)
+
+    def _packed(self, conversations: Sequence[Demonstration]) -> PackedMinibatch:
+        trainer = self._trainer
+        samples = [_sample(index, each) for index, each in enumerate(conversations)]
+        return pack(samples, token_budget=trainer.token_budget, num_ranks=trainer.data_parallel, cost=self._cost)
+
+
+def _sample(index: int, demonstration: Demonstration) -> TrainingSample:
+    mask = demonstration.loss_mask
+    return TrainingSample(
+        group_id=index,
+        sample_index=0,
+        token_ids=demonstration.token_ids,
+        loss_mask=mask,
+        behaviour_logprobs=np.zeros(len(mask), np.float32),
+        advantages=mask.astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+    )

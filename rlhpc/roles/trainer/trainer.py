@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.algorithms.guard import refusal
-from rlhpc.algorithms.policy_loss import make_policy_loss
+from rlhpc.algorithms.policy_loss import loss_of_run
 from rlhpc.base.patience import Deadline, patiently
 from rlhpc.protocol.contracts import BlockingClientChannel, TrainerBackend, WeightPublisher
 from rlhpc.protocol.errors import ChannelError, ChannelTimeout, ProtocolError, RlhpcError, RoleFailed, WeightsError
@@ -407,7 +407,7 @@ class Trainer:
         self._ema_decay = None if decay == "off" else decay
         self._context, self._config = context, context.config
         self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
-        make_policy_loss(self._config.algorithm, 0)  # one of the user's own is tried now, not at the first batch
+        loss_of_run(self._config, 0)  # one of the user's own is tried now, not at the first batch
         self._version = 0  # batches that changed the policy
         self._publisher: WeightPublisher | None = None
         self._transport = ""  # of the publisher
@@ -475,7 +475,7 @@ class Trainer:
         (minibatch,), (reference,) = batch.minibatches, self._of_reference(batch)
         self._backend.accumulate(
             minibatch.ranks[self._backend.dp_rank],
-            make_policy_loss(self._config.algorithm, batch.policy_version),
+            loss_of_run(self._config, batch.policy_version),
             proximal=self._proximal(minibatch),
             reference=reference,
             has_entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
@@ -508,7 +508,7 @@ class Trainer:
         if self._critic is not None:
             judged = self._critic.judge(batch, references)
             batch = judged.batch
-        loss = make_policy_loss(self._config.algorithm, batch.policy_version)
+        loss = loss_of_run(self._config, batch.policy_version)
         anchors = [self._proximal(minibatch) for minibatch in batch.minibatches]
         done = BatchFigures()
         for place, index in enumerate(batch.order):

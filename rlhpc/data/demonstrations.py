@@ -1,0 +1,286 @@
+"""Demonstrations: conversations as tokens, and the order in which they are learnt.
+
+    records ──▶ messages, or prompt and completion ──▶ tokens, and which of them are learnt ──▶ an endless sequence
+
+A conversation is tokenised as a dialogue with a policy is: what is told by the chat template, message by message, and
+each turn of the assistant by itself, as it would have been sampled; learnt are its tokens and the one that ends it.
+Each dataset is tokenised once, and kept as arrays in the cache: four bytes a token, no object for a conversation.
+
+Input: tables [[demonstrations]], [sft].  Output: Demonstration, a pure function of settings, records and its number in
+the sequence: a restart needs nothing but that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rlhpc
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import DataConfig
+from rlhpc.config.tables_sft import DemonstrationsConfig
+from rlhpc.data.files import dataset_files, read_rows
+from rlhpc.data.prompt_form import (
+    DialogueTemplate,
+    Message,
+    PromptForm,
+    as_conversation,
+    conversation_messages,
+    is_conversation,
+    refuse_pythons,
+    told_first,
+)
+from rlhpc.data.prompts import raw_draws, seed_of_dataset
+from rlhpc.data.record_source import Record, cached
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.data.validation import CODE_FILES, TOKENIZER_FILES, states_of
+from rlhpc.protocol.errors import ConfigError, DataError
+from rlhpc.protocol.types import Bool, Int32
+
+# --------------------------------------------------------------------------------------------------------- conversation
+
+_NOT_ENDED = 1 << 30
+_KEYS = "|".join(DemonstrationsConfig.model_fields)
+_AT_ONCE = 2000  # records that are tokenised together, by all processors
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One conversation."""
+
+    token_ids: Int32  # [L]
+    loss_mask: Bool  # [L] tokens that are learnt
+
+
+class DemonstrationForm:
+    """Makes parts of conversations of the records of one table."""
+
+    def __init__(self, data: DemonstrationsConfig, tokenizer: PromptTokenizer) -> None:
+        self._data, self._tokenizer = data, tokenizer
+        as_prompts = {"prompt_template", "prompt_field", "use_chat_template", "system_prompt", "path"}
+        table = DataConfig.model_construct(task="", **data.model_dump(include=as_prompts))
+        self._prompts = PromptForm(table, tokenizer, max_prompt_tokens=_NOT_ENDED, max_completion_tokens=_NOT_ENDED)
+        self._template: DialogueTemplate | None = None
+
+    def parts(self, record: Record) -> list[tuple[str, bool]]:
+        """Told and learnt in turns, each a text and whether a template made it.  Raises DataError, ConfigError."""
+        if not self._data.completion_field:
+            name, key = self._data.messages_field, "data.messages_field"
+            value = as_conversation(record.value(name, key))
+            if not is_conversation(value):
+                refuse_pythons(value, record.source, name)
+                raise DataError(
+                    f"{record.source}: field {name!r} ({key}) is no list of chat messages; legal: "
+                    '[{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}], or a completion_field'
+                )
+            messages = conversation_messages(value, record.source, name)
+            return self._chat(told_first(messages, self._data.system_prompt), record)
+        asked, said = self._prompts.asked(record), self._completion(record)
+        if isinstance(asked, str):
+            text, is_rendered = self._prompts.text(record)
+            if not isinstance(said, str):
+                raise DataError(f"{record.source}: a prompt that is text, and a completion that is chat messages")
+            return [(text, is_rendered), (said, True)]
+        return self._chat(
+            [*asked, *([{"role": "assistant", "content": said}] if isinstance(said, str) else said)], record
+        )
+
+    def _completion(self, record: Record) -> str | list[Message]:
+        name, key = self._data.completion_field, "data.completion_field"
+        value = as_conversation(record.value(name, key))
+        return conversation_messages(value, record.source, name) if is_conversation(value) else record.text(name, key)
+
+    def _chat(self, messages: list[Message], record: Record) -> list[tuple[str, bool]]:
+        self._template = self._template or DialogueTemplate(self._tokenizer)
+        try:
+            parts = self._template.demonstration(messages)
+        except ConfigError as error:
+            raise DataError(f"{record.source}: {error}") from error
+        learnt = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+        self._prompts.refuse_left_out(messages[:learnt], "".join(parts), record)
+        return [(part, True) for part in parts]
+
+    def demonstrations(self, records: Sequence[Record]) -> list[Demonstration]:
+        """The conversations of these, in their order."""
+        texts = [self.parts(record) for record in records]
+        tokens = iter(self._tokenizer.encode_all([part for parts in texts for part in parts]))
+        return [self._joined([next(tokens) for _ in parts]) for parts in texts]
+
+    def _joined(self, parts: list[Int32]) -> Demonstration:
+        """Parts as DialogueTemplate.demonstration has them; two alone, without a template, lack their end."""
+        parts = [*parts, np.array([self._tokenizer.end_token_id], np.int32)] if len(parts) == 2 else parts
+        parts[-1] = parts[-1][:1]
+        masks = [np.full(len(part), place % 2 == 1) for place, part in enumerate(parts)]
+        for mask in masks[2::2]:
+            mask[:1] = True  # what ends the turn before
+        mask = np.concatenate(masks)
+        mask[:1] = False  # which nothing precedes
+        return Demonstration(np.concatenate(parts), mask)
+
+
+# --------------------------------------------------------------------------------------------------------------- corpus
+
+
+class Corpus:
+    """The conversations of one table, as kept: ~token for a token that is learnt."""
+
+    def __init__(self, content: bytes) -> None:
+        """content: as _tokenised makes it."""
+        num, self.num_dropped = (int(each) for each in np.frombuffer(content, np.int64, 2))
+        self.borders = np.frombuffer(content, np.int64, num + 1, 16)
+        self._values = np.frombuffer(content, np.int32, -1, 16 + self.borders.nbytes)
+
+    @staticmethod
+    def is_whole(content: bytes) -> bool:
+        """Whether it is what was written."""
+        if len(content) < 24:
+            return False
+        num = int(np.frombuffer(content, np.int64, 1)[0])
+        head = 16 + 8 * (num + 1)
+        return head <= len(content) and len(content) == head + 4 * int(np.frombuffer(content, np.int64, 1, head - 8)[0])
+
+    def __len__(self) -> int:
+        return len(self.borders) - 1
+
+    def __getitem__(self, index: int) -> Demonstration:
+        values = self._values[self.borders[index] : self.borders[index + 1]]
+        return Demonstration(np.where(values < 0, ~values, values), values < 0)
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens that are learnt, of all conversations."""
+        return int(np.count_nonzero(self._values < 0))
+
+    @property
+    def highest_token(self) -> int:
+        """Highest token of all conversations."""
+        return int(max(self._values.max(initial=-1), (~self._values).max(initial=-1)))
+
+
+def open_corpus(config: Config, place: int) -> Corpus:
+    """Tokenise one table, or read what was kept.  Raises DataError, ConfigError."""
+    data, package = config.demonstrations[place], Path(rlhpc.__file__).parent
+    with _keys_of_demonstrations():
+        made_of = {
+            "table": data.model_dump(mode="json", exclude={"passes", "held_out"}),
+            "limits": [config.longest_conversation, config.sft.too_long],
+            "files": states_of(dataset_files(data.path, data.split)),
+            "chat_template_kwargs": config.model.chat_template_kwargs,
+            "tokenizer": states_of(config.model.path / name for name in TOKENIZER_FILES),
+            "code": states_of(file for part in CODE_FILES for file in sorted(package.glob(part))),
+        }
+        content = cached(
+            "demonstrations", json.dumps(made_of), lambda: _tokenised(config, data), is_whole=Corpus.is_whole
+        )
+    return Corpus(content)
+
+
+@contextmanager
+def _keys_of_demonstrations() -> Iterator[None]:
+    """What reads records names keys of [data], whose names are the same here."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(re.sub(rf"\bdata\.(?=({_KEYS})\b)", "demonstrations.", str(error))) from error
+
+
+def _tokenised(config: Config, data: DemonstrationsConfig) -> bytes:
+    form, most = DemonstrationForm(data, PromptTokenizer.of(config.model)), config.longest_conversation
+    values, lengths, num_records, too_long = list[bytes](), list[int](), 0, list[tuple[int, str]]()
+    records = (
+        Record(fields, f"{file}:{number}")
+        for file in dataset_files(data.path, data.split)
+        for fields, number in read_rows(file)
+    )
+    while some := list(islice(records, _AT_ONCE)):
+        num_records += len(some)
+        for record, each in zip(some, form.demonstrations(some), strict=True):
+            if len(each.token_ids) > most:
+                too_long.append((len(each.token_ids), record.source))
+            else:
+                values.append(np.where(each.loss_mask, ~each.token_ids, each.token_ids).tobytes())
+                lengths.append(len(each.token_ids))
+    if not num_records:
+        raise DataError(f"data.path={data.path} has no records")
+    if too_long and (config.sft.too_long == "refuse" or not lengths):
+        length, source = too_long[0]
+        share = f" ({len(too_long):,} of {num_records:,} are too long, the longest {max(too_long)[0]:,} tokens)"
+        raise DataError(
+            f'{source}: the conversation has {length} tokens; legal: up to {most}, or sft.too_long="drop"{share}'
+        )
+    head = np.array([len(lengths), len(too_long), 0, *np.cumsum(lengths)], np.int64)
+    return b"".join([head.tobytes(), *values])
+
+
+# ---------------------------------------------------------------------------------------------------------------- order
+
+_ORDER, _HELD_OUT, _EPOCH = 2, 3, 4  # streams of random numbers
+
+
+class Demonstrations:
+    """All tables, and which conversation is learnt when: an endless sequence, of which each epoch has its order."""
+
+    def __init__(self, config: Config, corpora: Sequence[Corpus]) -> None:
+        """Raises DataError: nothing is left to learn from."""
+        self.corpora, self._seed = tuple(corpora), config.run.seed
+        tables = config.demonstrations
+        split = [self._split(place, each.held_out, config.sft.held_out) for place, each in enumerate(tables)]
+        self._learnt, self._held_out = ([each[part] for each in split] for part in (0, 1))
+        self._counts = [
+            max(1, round(table.passes * len(own))) if len(own) else 0
+            for table, own in zip(tables, self._learnt, strict=True)
+        ]
+        if not self.num_conversations:
+            raise DataError(f"sft.held_out={config.sft.held_out:g} leaves no conversation to learn from")
+        self._starts = np.concatenate(([0], np.cumsum(self._counts)))
+        self._order = lru_cache(2 + 2 * len(corpora))(self._drawn)  # a batch may begin in one and end in the next
+
+    @property
+    def num_conversations(self) -> int:
+        """Number of conversations in an epoch."""
+        return sum(self._counts)
+
+    @property
+    def num_held_out(self) -> int:
+        """Conversations that are never learnt."""
+        return sum(map(len, self._held_out))
+
+    def learnt(self, number: int) -> Demonstration:
+        """A conversation of the endless sequence, from 0."""
+        epoch, position = divmod(number, self.num_conversations)
+        entry = int(self._order(self.num_conversations, self._seed, _EPOCH, epoch)[position])
+        place = int(np.searchsorted(self._starts, entry, side="right")) - 1
+        own = self._learnt[place]
+        turn, position = divmod(epoch * self._counts[place] + entry - int(self._starts[place]), len(own))
+        order = self._order(len(own), seed_of_dataset(self._seed, place), _ORDER, turn)
+        return self.corpora[place][int(own[order[position]])]
+
+    def held_out(self) -> Iterator[Demonstration]:
+        """Yield those that are never learnt, in the order of tables and files."""
+        for corpus, own in zip(self.corpora, self._held_out, strict=True):
+            yield from (corpus[int(index)] for index in own)
+
+    def _split(self, place: int, is_held_out: bool, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Places of conversations that are learnt, and of those that are held out."""
+        num = len(self.corpora[place])
+        num_held_out = num if is_held_out else min(num, max(1, round(share * num))) if share else 0
+        order = self._drawn(num, seed_of_dataset(self._seed, place), _HELD_OUT, 0)
+        return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
+
+    @staticmethod
+    def _drawn(num: int, *seeds: int) -> NDArray[np.int64]:
+        return np.argsort(raw_draws(num, *seeds), kind="stable")
+
+
+def open_demonstrations(config: Config) -> Demonstrations:
+    """Tokenise the demonstrations of a run, or read what was kept.  Raises DataError, ConfigError."""
+    return Demonstrations(config, [open_corpus(config, place) for place in range(len(config.demonstrations))])

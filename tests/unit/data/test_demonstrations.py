@@ -1,0 +1,268 @@
+"""Demonstrations are the tokens of the chat template, and each step learns what it is to learn."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import QWEN25, TEMPLATES, make_chat_model, make_tokenizer_files, write_jsonl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhpc.algorithms.packing import FlopCost, unpack
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_sft import DemonstrationsConfig
+from rlhpc.data import demonstrations
+from rlhpc.data.demonstrations import DemonstrationForm, Demonstrations, open_demonstrations
+from rlhpc.data.record_source import Record
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.protocol.errors import ConfigError, DataError
+from rlhpc.roles.controller.batch_maker import SupervisedBatches
+
+COST = FlopCost(1.0, 0.0)
+SAID = ("system", "user", "assistant", "tool")
+
+
+def message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptTokenizer]:
+    """Templates of families, and one of a tokenizer of characters that trims contents."""
+    made = {each: make_chat_model(tmp_path_factory.mktemp(each), each) for each in TEMPLATES}
+    trims = "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}: {{ m.content | trim }}</turn>{% endfor %}"
+    made["trims"] = make_tokenizer_files(
+        tmp_path_factory.mktemp("trims"),
+        chat_template=trims + "{% if add_generation_prompt %}<turn>assistant: {% endif %}",
+    )
+    return {name: PromptTokenizer(directory) for name, directory in made.items()}
+
+
+def made_of(tokenizer: PromptTokenizer, record: dict[str, Any], **table: Any) -> tuple[list[int], list[int]]:
+    """Tokens, and those of them that are learnt."""
+    form = DemonstrationForm(DemonstrationsConfig.model_validate({"path": "d", **table}), tokenizer)
+    (found,) = form.demonstrations([Record(record, "d.jsonl:1")])
+    assert not found.loss_mask[0]
+    return found.token_ids.tolist(), found.token_ids[found.loss_mask].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    family=st.sampled_from(["qwen2.5", "llama3", "trims"]),
+    said=st.lists(st.text("ab \n<>{}é4", min_size=1).filter(str.strip), min_size=2, max_size=7),
+)
+def test_a_conversation_is_what_the_template_makes_of_the_whole(
+    models: dict[str, PromptTokenizer], data: st.DataObject, family: str, said: list[str]
+) -> None:
+    tokenizer, last = models[family], [message("assistant", said[-1].strip())]
+    roles = [data.draw(st.sampled_from(SAID[1:] if place else SAID[:2])) for place in range(len(said) - 1)]
+    messages = [message(role, text.strip()) for role, text in zip(roles, said, strict=False)] + last
+    tokens, learnt = made_of(tokenizer, {"messages": [*messages, message("user", "And?")]})
+    whole = tokenizer.encode_rendered(tokenizer.chat_template.render(messages, add_generation_prompt=False)).tolist()
+    end = {"qwen2.5": "<|im_end|>", "llama3": "<|eot_id|>", "trims": "</turn>"}[family]
+    (ending,) = tokenizer.encode_rendered(end).tolist()
+    assert tokens == whole[: len(whole) - whole[::-1].index(ending)]  # all but what follows the end of the last turn
+    turns = [tokenizer.encode_rendered(m["content"] + end).tolist() for m in messages if m["role"] == "assistant"]
+    assert learnt == [token for turn in turns for token in turn]
+
+
+def test_every_turn_is_what_a_policy_would_have_sampled(models: dict[str, PromptTokenizer]) -> None:
+    """Qwen3 writes the last turn with an empty thought, and none before the last question."""
+    tokenizer = models["qwen3"]
+    messages = [message(role, text) for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    tokens, learnt = made_of(tokenizer, {"messages": messages})
+    thought = "<think>\n\n</think>\n\n"
+    assert tokenizer.decode(learnt, keep_special_tokens=True) == f"{thought}b<|im_end|>{thought}d<|im_end|>"
+    first = tokenizer.chat_template.render(messages[:2], add_generation_prompt=False)
+    second = tokenizer.chat_template.render([messages[2], messages[3]], add_generation_prompt=False)
+    assert tokenizer.decode(tokens, keep_special_tokens=True) == (first + second).removesuffix("\n")
+
+
+def test_calls_of_tools_are_learnt_as_the_template_writes_them(tmp_path: Path) -> None:
+    calls = "{%- if message.tool_calls %}{{- '<tool_call>' + message.tool_calls[0].name }}{%- endif %}"
+    template = QWEN25.replace(
+        "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}",
+        "{{- '<|im_start|>' + message.role + '\\n' + message.content }}" + calls + "{{- '<|im_end|>' + '\\n' }}",
+    )
+    tokenizer = PromptTokenizer(make_chat_model(tmp_path, "qwen2.5", template))
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}
+    _, learnt = made_of(tokenizer, {"messages": [message("user", "a"), call, message("tool", "b"), call]})
+    assert tokenizer.decode(learnt, keep_special_tokens=True) == "<tool_call>search<|im_end|>" * 2
+
+
+def test_prompts_and_completions_are_learnt_with_and_without_a_template(models: dict[str, PromptTokenizer]) -> None:
+    record = {"q": "12+34=", "a": "46", "said": [message("assistant", "46")], "chat": [message("user", "12+34=")]}
+    table = {"prompt_template": "{q}", "completion_field": "a"}
+    tokenizer = models["qwen2.5"]
+    tokens, learnt = made_of(tokenizer, record, **table)
+    assert tokenizer.decode(tokens, keep_special_tokens=True) == "12+34=46<|im_end|>"
+    assert tokenizer.decode(learnt, keep_special_tokens=True) == "46<|im_end|>"
+    chat = {"messages": [message("system", "S"), message("user", "12+34="), message("assistant", "46")]}
+    wanted = made_of(tokenizer, chat)
+    assert made_of(tokenizer, record, **table, use_chat_template=True, system_prompt="S") == wanted
+    assert made_of(tokenizer, chat | {"messages": chat["messages"][1:]}, system_prompt="S") == wanted
+    for completion in ("a", "said"):
+        fields = {"prompt_field": "chat", "completion_field": completion, "system_prompt": "S"}
+        assert made_of(tokenizer, record, **fields) == wanted
+    assert made_of(tokenizer, {"messages": json.dumps(chat["messages"])}) == wanted
+    with pytest.raises(DataError, match="a prompt that is text, and a completion that is chat messages"):
+        made_of(tokenizer, record, **(table | {"completion_field": "said"}))
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"text": "a"}, r"d\.jsonl:1: no field 'messages', which demonstrations\.messages_field names; .* has 'text'"),
+        ({"messages": "a"}, r"d\.jsonl:1: field 'messages' .* is no list of chat messages; legal: .* completion_field"),
+        ({"messages": [message("user", "a")]}, r"d\.jsonl:1: no message of the assistant, which is what is learnt"),
+        ({"messages": [{"from": "human", "value": "a"}]}, r"message 1: role is None, its keys are 'from', 'value'"),
+        ({"messages": [message("user", "a"), message("assistant", "b" * 99)]}, r"d\.jsonl:1: the conversation has .* "
+         r'tokens; legal: up to 64, or sft\.too_long="drop" \(1 of 1 are too long'),
+        ({}, r"demonstrations\.path=.*d\.jsonl has no records"),
+    ],
+)  # fmt: skip
+def test_a_record_that_teaches_nothing_is_refused_by_name(tmp_path: Path, record: dict[str, Any], said: str) -> None:
+    write_jsonl(tmp_path / "d.jsonl", [record] if record else [])
+    with pytest.raises(DataError, match=said):
+        open_demonstrations(config_of(tmp_path))
+
+
+def test_text_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path, eos_token=None))
+    with pytest.raises(
+        ConfigError, match=r"no file names an end token.*legal: \"eos_token\" in tokenizer_config\.json"
+    ):
+        made_of(tokenizer, {"prompt": "a", "a": "b"}, completion_field="a")
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+def config_of(directory: Path, *tables: dict[str, Any], **sft: Any) -> Config:
+    if not (model := directory / "model").exists():
+        make_chat_model(model, "qwen2.5")
+    return Config.model_validate(
+        {
+            "run": {"name": "taught", "seed": 5},
+            "model": {"path": model},
+            "demonstrations": [{"path": directory / "d.jsonl"} | table for table in tables or ({},)],
+            "sft": {"batch_size": 4, **sft},
+            "trainer": {"token_budget": 64, "num_ranks": 2},
+        }
+    )
+
+
+def write_numbers(file: Path, numbers: range, **more: Any) -> None:
+    write_jsonl(file, [{"prompt": "a", "answer": str(number)} | more for number in numbers])
+
+
+PLAIN = {"completion_field": "answer"}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """(Demonstration) → the number that it teaches."""
+    make_chat_model(tmp_path / "model", "qwen2.5")
+    tokenizer = PromptTokenizer(tmp_path / "model")
+    return lambda each: int(tokenizer.decode(each.token_ids)[1:])
+
+
+def test_every_epoch_learns_each_conversation_once_in_its_own_order(tmp_path: Path, read: Any) -> None:
+    write_numbers(tmp_path / "d.jsonl", range(11))
+    config = config_of(tmp_path, PLAIN)
+    found = open_demonstrations(config)
+    epochs = [[read(found.learnt(11 * epoch + place)) for place in range(11)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
+    assert all(one != other for one, other in pairwise(epochs))
+    batches = SupervisedBatches(found, config, COST)
+    order = [number for epoch in epochs for number in epoch]
+    for step in (5, 0, 2):  # in whatever order: a restart begins anywhere; the third one goes on into the next epoch
+        minibatch = batches.rows(step)
+        assert len(minibatch.ranks) == 2
+        rows = unpack(minibatch)
+        assert sorted(map(read, rows)) == sorted(order[4 * step : 4 * step + 4])
+        assert minibatch.num_loss_tokens == sum(int(row.loss_mask.sum()) for row in rows)
+        for row in rows:
+            assert row.advantages.tolist() == row.loss_mask.tolist()
+            assert len(row.loss_mask) - int(row.loss_mask.sum()) == 1  # of the prompt
+    assert [read(open_demonstrations(config).learnt(n)) for n in range(33)] == order
+    other = Demonstrations(config.model_copy(update={"run": config.run.model_copy(update={"seed": 6})}), found.corpora)
+    assert [read(other.learnt(n)) for n in range(11)] != epochs[0]
+
+
+def test_datasets_are_passed_over_as_often_as_they_say(tmp_path: Path, read: Any) -> None:
+    write_numbers(tmp_path / "a.jsonl", range(6))
+    write_numbers(tmp_path / "b.jsonl", range(100, 104))
+    tables = [
+        {"path": tmp_path / f"{name}.jsonl", "passes": passes, **PLAIN} for name, passes in (("a", 0.5), ("b", 2.0))
+    ]
+    found = open_demonstrations(config_of(tmp_path, *tables))
+    assert found.num_conversations == 3 + 8
+    for first in (0, 22):
+        numbers = [read(found.learnt(first + place)) for place in range(22)]
+        assert sorted(numbers) == [*range(6), *sorted([*range(100, 104)] * 4)]  # in two epochs both halves of the one
+
+
+def test_what_is_held_out_is_never_learnt(tmp_path: Path, read: Any) -> None:
+    write_numbers(tmp_path / "a.jsonl", range(20))
+    write_numbers(tmp_path / "b.jsonl", range(100, 103))
+    tables = [{"path": tmp_path / "a.jsonl", **PLAIN}, {"path": tmp_path / "b.jsonl", "held_out": True, **PLAIN}]
+    config = config_of(tmp_path, *tables, held_out=0.25)
+    found = open_demonstrations(config)
+    held_out = [read(each) for each in found.held_out()]
+    assert (found.num_conversations, found.num_held_out) == (15, 8)
+    assert held_out[5:] == [100, 101, 102]
+    assert sorted([read(found.learnt(n)) for n in range(15)] + held_out[:5]) == list(range(20))
+    rows = [list(map(read, unpack(each))) for each in SupervisedBatches(found, config, COST).held_out_rows()]
+    assert [sorted(each) for each in rows] == [sorted(held_out[:4]), sorted(held_out[4:])]
+    write_numbers(tmp_path / "a.jsonl", range(1))
+    with pytest.raises(DataError, match=r"sft\.held_out=0\.9 leaves no conversation to learn from"):
+        open_demonstrations(config_of(tmp_path, tables[0], held_out=0.9))
+
+
+def test_long_conversations_are_left_out_where_that_is_wanted(tmp_path: Path, read: Any) -> None:
+    write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "answer": "1" * length} for length in (3, 70, 4, 80)])
+    found = open_demonstrations(config_of(tmp_path, PLAIN, too_long="drop"))
+    assert found.corpora[0].num_dropped == 2
+    assert sorted(read(found.learnt(n)) for n in range(2)) == [111, 1111]
+    with pytest.raises(
+        DataError, match=r"d\.jsonl:2: .* has 72 tokens; .*\(2 of 4 are too long, the longest 82 tokens\)"
+    ):
+        open_demonstrations(config_of(tmp_path, PLAIN))
+
+
+def test_a_dataset_is_tokenised_once_and_again_when_it_or_what_was_kept_has_changed(
+    tmp_path: Path, read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHPC_CACHE", str(tmp_path / "kept"))
+    made = []
+    tokenise = demonstrations._tokenised
+    monkeypatch.setattr(demonstrations, "_tokenised", lambda *given: made.append(1) or tokenise(*given))
+    write_numbers(tmp_path / "d.jsonl", range(5))
+    for config in (config_of(tmp_path, PLAIN), config_of(tmp_path, PLAIN, held_out=0.5, epochs=3.0)):
+        corpus = open_demonstrations(config).corpora[0]
+    assert (len(made), len(corpus), corpus.num_learnt) == (1, 5, 10)
+    assert corpus.highest_token == max(corpus[0].token_ids.max(), corpus[4].token_ids.max())
+    (kept,) = (tmp_path / "kept" / "demonstrations").iterdir()
+    for content in (kept.read_bytes()[:-1], b"", kept.read_bytes()[:20]):
+        kept.write_bytes(content)
+        assert [read(open_demonstrations(config).corpora[0][n]) for n in range(5)] == list(range(5))
+    assert len(made) == 4
+    write_numbers(tmp_path / "d.jsonl", range(6))
+    assert len(open_demonstrations(config).corpora[0]) == 6
+
+
+def test_kept_tokens_take_four_bytes_each(tmp_path: Path, read: Any) -> None:
+    write_numbers(tmp_path / "d.jsonl", range(100))
+    corpus = open_demonstrations(config_of(tmp_path, PLAIN)).corpora[0]
+    values = corpus._values
+    assert not values.flags.owndata
+    assert values.nbytes == 4 * sum(len(corpus[n].token_ids) for n in range(100))
+    assert corpus.borders.nbytes == 8 * 101
+    assert np.diff(corpus.borders).tolist() == [len(corpus[n].token_ids) for n in range(100)]
