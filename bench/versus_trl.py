@@ -29,9 +29,10 @@ from transformers import Qwen2ForCausalLM
 from bench.demo_cost import run_watched, span
 from bench.demo_runs import GOAL, SMOOTHED_OVER, Rewards, make_demo_model
 from bench.figures import tell
-from launch.demo.task import EOS_ID, PAD_ID, encode, make_tokenizer, running_mean, write_dataset
-from launch.demo.warm_start import IGNORED, WarmStartRecipe, model_config, one_thread, save_checkpoint, supervised_step
+from launch.demo.task import EOS_ID, encode, make_tokenizer, running_mean, write_dataset
+from launch.demo.warm_start import Lessons, WarmStartRecipe, demonstration, model_config, one_thread, save_checkpoint
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.data.demonstrations import Demonstration
 
 REQUIREMENTS = ("torch==2.13.0", "trl==1.16.0", "transformers==5.19.0", "datasets", "accelerate", "jinja2")
 GROUPS, GROUP_SIZE = 12, 8
@@ -103,26 +104,22 @@ def lengths_model() -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-        for step in range(LENGTH_STEPS):
-            rate = 2e-3 * min(1.0, (step + 1) / 30) * (1 - step / LENGTH_STEPS)
-            supervised_step(model, optimizer, draw_lengths(rng), rate)
+        with Lessons(model, weight_decay=0.0) as lessons:
+            for step in range(LENGTH_STEPS):
+                rate = 2e-3 * min(1.0, (step + 1) / 30) * (1 - step / LENGTH_STEPS)
+                lessons.learn(draw_lengths(rng), rate)
     return model
 
 
-def draw_lengths(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both [batch, longest]; what is longer than the longest does not stop."""
-    rows: list[list[int]] = []
+def draw_lengths(rng: random.Random) -> list[Demonstration]:
+    """A batch of texts of digits; what is longer than the longest does not stop."""
+    drawn: list[Demonstration] = []
     for _ in range(LENGTH_BATCH):
         length = max(1, round(rng.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA)))
         digits = "".join(rng.choices("0123456789", k=min(length, LONGEST_TOKENS)))
         end = [EOS_ID] if length <= LONGEST_TOKENS else []
-        rows.append([*encode(f"{rng.randrange(4_000):04d}={digits}"), *end])
-    longest = max(map(len, rows))
-    token_ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
-    labels = token_ids.masked_fill(token_ids == PAD_ID, IGNORED)
-    labels[:, :5] = IGNORED
-    return token_ids, labels
+        drawn.append(demonstration(encode(f"{rng.randrange(4_000):04d}="), [*encode(digits), *end]))
+    return drawn
 
 
 # ------------------------------------------------------------------------------------------------------------- runs

@@ -22,8 +22,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launch.demo.task import EOS, EOS_ID, PAD, PAD_ID, SPECIAL_TOKENS, UNKNOWN
-from launch.demo.warm_start import IGNORED, OnStep, WarmStart, WarmStartRecipe, made_once, model_config, supervised_step
+from launch.demo.task import EOS, EOS_ID, PAD, SPECIAL_TOKENS, UNKNOWN
+from launch.demo.warm_start import Lessons, OnStep, WarmStart, WarmStartRecipe, demonstration, made_once, model_config
+from rlhpc.data.demonstrations import Demonstration
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 HEAD, TAIL = '{"name": "search", "arguments": {"query": "', '"}}'  # one token each: the model need not learn JSON
@@ -103,40 +104,33 @@ def make_lookup_model(
 
 
 def _train(model: LlamaForCausalLM, recipe: LookupRecipe, on_step: OnStep) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     rng = random.Random(recipe.seed + _ALL_SEEDS_APART)
-    model.train()
     num_steps, smoothed = 0, 4.0
-    while num_steps < recipe.max_clean_steps and smoothed > recipe.mastered_loss:
-        rate = recipe.learning_rate * min(1.0, (num_steps + 1) / 30)
-        loss = supervised_step(model, optimizer, _batch(recipe, 1.0, rng), rate)
-        smoothed += 0.1 * (loss - smoothed)
-        num_steps += 1
-        on_step("search", num_steps, loss)
-    for step in range(recipe.mixed_steps):
-        rate = 0.5 * recipe.learning_rate * max(0.05, 1 - step / recipe.mixed_steps)
-        loss = supervised_step(model, optimizer, _batch(recipe, recipe.search_share, rng), rate)
-        on_step("guesses", step + 1, loss)
+    with Lessons(model) as lessons:
+        while num_steps < recipe.max_clean_steps and smoothed > recipe.mastered_loss:
+            rate = recipe.learning_rate * min(1.0, (num_steps + 1) / 30)
+            loss = lessons.learn(_batch(recipe, 1.0, rng), rate)
+            smoothed += 0.1 * (loss - smoothed)
+            num_steps += 1
+            on_step("search", num_steps, loss)
+        for step in range(recipe.mixed_steps):
+            rate = 0.5 * recipe.learning_rate * max(0.05, 1 - step / recipe.mixed_steps)
+            loss = lessons.learn(_batch(recipe, recipe.search_share, rng), rate)
+            on_step("guesses", step + 1, loss)
 
 
-def _batch(recipe: LookupRecipe, search_share: float, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both [batch, longest]; labels on the assistant's tokens only."""
-    rows = [_dialogue(rng, searches=rng.random() < search_share) for _ in range(recipe.batch_size)]
-    longest = max(len(ids) for ids, _ in rows)
-    token_ids = torch.tensor([ids + [PAD_ID] * (longest - len(ids)) for ids, _ in rows])
-    labels = torch.tensor([own + [IGNORED] * (longest - len(own)) for _, own in rows])
-    return token_ids, labels
+def _batch(recipe: LookupRecipe, search_share: float, rng: random.Random) -> list[Demonstration]:
+    return [_dialogue(rng, searches=rng.random() < search_share) for _ in range(recipe.batch_size)]
 
 
-def _dialogue(rng: random.Random, *, searches: bool) -> tuple[list[int], list[int]]:
+def _dialogue(rng: random.Random, *, searches: bool) -> Demonstration:
+    """A question and its answer, after a search or not; learnt is what the assistant says."""
     key, code = str(rng.randrange(1000, 10_000)), f"{rng.randrange(1000):03d}"
-    parts: list[tuple[Sequence[str], bool]] = [([*key, "\n", ">"], False)]
+    parts: list[Sequence[str]] = [[*key, "\n", ">"]]
     if searches:
-        parts += [([CALL, HEAD, *key, TAIL, CALL_END, EOS], True), ([":", *key, " ", *code, "\n", ">"], False)]
-    parts += [([*code, EOS], True)]
-    ids = [_TOKENS.index(token) for tokens, _ in parts for token in tokens]
-    own = [is_own for tokens, is_own in parts for _ in tokens]
-    return ids, [token if is_own else IGNORED for token, is_own in zip(ids, own, strict=True)]
+        parts += [[CALL, HEAD, *key, TAIL, CALL_END, EOS], [":", *key, " ", *code, "\n", ">"]]
+    parts += [[*code, EOS]]
+    return demonstration(*([_TOKENS.index(token) for token in part] for part in parts))
 
 
 def _search_share(model: LlamaForCausalLM) -> float:

@@ -13,16 +13,17 @@ import hashlib
 import json
 import math
 import random
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
-from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from launch.demo.task import (
@@ -38,13 +39,20 @@ from launch.demo.task import (
     problems,
     save_tokenizer,
 )
+from rlhpc.algorithms.objectives import supervised_loss
+from rlhpc.algorithms.packing import FlopCost
 from rlhpc.base.files import write_atomically
 from rlhpc.base.processes import variables_set
+from rlhpc.config.rules import Config
+from rlhpc.data.demonstrations import Demonstration
+from rlhpc.roles.controller.batch_maker import pack_demonstrations
+from rlhpc.training.factory import open_backend
+from rlhpc.training.ranks import RankContext
 
 MARKER = "warm_start.json"  # written last: a directory without it is not complete
-_FORMAT = 2  # part of the hash; raise it when the same recipe comes to mean other weights
-IGNORED = -100  # the label that cross_entropy leaves out
+_FORMAT = 3  # part of the hash; raise it when the same recipe comes to mean other weights
 
+_TOKEN_BUDGET = 1 << 14  # a batch is one row
 OnStep = Callable[[str, int, float], None]  # phase ("facts", then "carelessness"), steps done of it, loss
 
 
@@ -178,22 +186,19 @@ def _train(model: LlamaForCausalLM, recipe: WarmStartRecipe, on_step: OnStep) ->
     The first ends by its loss and not by a count: seeds and machines differ by a factor of two in the steps they need,
     and RL cannot teach what no sample ever gets right.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     rng = random.Random(recipe.seed)
-    model.train()
     num_clean_steps, smoothed_loss = 0, math.log(VOCAB_SIZE)
-    while num_clean_steps < recipe.max_clean_steps and smoothed_loss > recipe.mastered_loss:
-        factor = _clean_schedule(num_clean_steps)
-        loss = supervised_step(model, optimizer, _draw_batch(recipe, 0.0, rng), recipe.learning_rate * factor)
-        smoothed_loss += 0.1 * (loss - smoothed_loss)
-        num_clean_steps += 1
-        on_step("facts", num_clean_steps, loss)
-    for step in range(recipe.careless_steps):
-        factor = _clean_schedule(num_clean_steps + step) * max(0.05, 1 - step / recipe.careless_steps)
-        loss = supervised_step(
-            model, optimizer, _draw_batch(recipe, recipe.slip_rate, rng), recipe.learning_rate * factor
-        )
-        on_step("carelessness", step + 1, loss)
+    with Lessons(model) as lessons:
+        while num_clean_steps < recipe.max_clean_steps and smoothed_loss > recipe.mastered_loss:
+            factor = _clean_schedule(num_clean_steps)
+            loss = lessons.learn(_draw_batch(recipe, 0.0, rng), recipe.learning_rate * factor)
+            smoothed_loss += 0.1 * (loss - smoothed_loss)
+            num_clean_steps += 1
+            on_step("facts", num_clean_steps, loss)
+        for step in range(recipe.careless_steps):
+            factor = _clean_schedule(num_clean_steps + step) * max(0.05, 1 - step / recipe.careless_steps)
+            loss = lessons.learn(_draw_batch(recipe, recipe.slip_rate, rng), recipe.learning_rate * factor)
+            on_step("carelessness", step + 1, loss)
 
 
 def _clean_schedule(step: int, *, warmup_steps: int = 30, decay_steps: int = 500, floor: float = 0.25) -> float:
@@ -202,32 +207,63 @@ def _clean_schedule(step: int, *, warmup_steps: int = 30, decay_steps: int = 500
     return min(1.0, (step + 1) / warmup_steps) * (floor + (1 - floor) * cosine)
 
 
-def supervised_step(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], rate: float
-) -> float:
-    """One step on (token ids, labels), both [batch, longest]; returns the loss."""
-    token_ids, labels = batch
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    logits = model(token_ids).logits[:, :-1]
-    loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return float(loss.item())
+class Lessons:
+    """Teaches a model in this process with the batches, the loss and the reference backend of `rlhpc sft`.
+
+    On leaving the context the model has the weights that it was taught.
+    """
+
+    def __init__(self, model: PreTrainedModel, weight_decay: float = 0.01) -> None:
+        self._model, self._weight_decay = model, weight_decay
+        self._cost = FlopCost.from_hf_config(model.config.to_dict())
+
+    def __enter__(self) -> Self:
+        """Open the backend on a copy of the model."""
+        trainer = {"backend": "reference", "device": "cpu", "token_budget": _TOKEN_BUDGET, "adam_beta2": 0.98}
+        with tempfile.TemporaryDirectory() as scratch:
+            save_model(self._model, Path(scratch))
+            document = {
+                "run": {"name": "warm-start"},
+                "model": {"path": scratch, "dtype": "float32"},
+                "demonstrations": {"path": scratch},
+                "trainer": trainer,
+            }
+            self._backend = open_backend(Config.model_validate(document), RankContext(0, 1, ""))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Close it."""
+        self._model.load_state_dict(dict(self._backend.weights()), strict=False)  # a tied head is not among them
+        self._backend.close()
+
+    def learn(self, conversations: Sequence[Demonstration], rate: float) -> float:
+        """One optimiser step; returns the mean loss of the tokens that are learnt."""
+        batch = pack_demonstrations(conversations, token_budget=_TOKEN_BUDGET, num_ranks=1, cost=self._cost)
+        result = self._backend.step(
+            batch.ranks[0],
+            supervised_loss,
+            proximal=None,
+            num_loss_tokens=batch.num_loss_tokens,
+            learning_rate=rate,
+            weight_decay=self._weight_decay,
+            max_grad_norm=1.0,
+        )
+        return result.metrics["loss"] / batch.num_loss_tokens
 
 
-def _draw_batch(recipe: WarmStartRecipe, slip_rate: float, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, both [batch, longest]; padded on the right, where causal attention never looks."""
+def _draw_batch(recipe: WarmStartRecipe, slip_rate: float, rng: random.Random) -> list[Demonstration]:
+    """Problems with answers; learnt are the answers, since the digits of a question are random."""
     asked = [draw_problem(rng) for _ in range(recipe.batch_size)]
-    rows = [[*encode(problem.prompt + careless_answer(problem, slip_rate, rng)), EOS_ID] for problem in asked]
-    longest = max(map(len, rows))
-    token_ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
-    labels = token_ids.masked_fill(token_ids == PAD_ID, IGNORED)
-    for label, problem in zip(labels, asked, strict=True):
-        label[: len(problem.prompt)] = IGNORED  # the digits of a question are random: nothing to learn there
-    return token_ids, labels
+    return [
+        demonstration(encode(problem.prompt), [*encode(careless_answer(problem, slip_rate, rng)), EOS_ID])
+        for problem in asked
+    ]
+
+
+def demonstration(*parts: Sequence[int]) -> Demonstration:
+    """Tokens that are told, tokens that are learnt, and so on in turns."""
+    masks = [np.full(len(part), place % 2 == 1) for place, part in enumerate(parts)]
+    return Demonstration(np.array([token for part in parts for token in part], np.int32), np.concatenate(masks))
 
 
 def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:

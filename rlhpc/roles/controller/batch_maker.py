@@ -301,8 +301,17 @@ class SupervisedBatches:
 
     def _packed(self, conversations: Sequence[Demonstration]) -> PackedMinibatch:
         trainer = self._trainer
-        samples = [_sample(index, each) for index, each in enumerate(conversations)]
-        return pack(samples, token_budget=trainer.token_budget, num_ranks=trainer.data_parallel, cost=self._cost)
+        return pack_demonstrations(
+            conversations, token_budget=trainer.token_budget, num_ranks=trainer.data_parallel, cost=self._cost
+        )
+
+
+def pack_demonstrations(
+    conversations: Sequence[Demonstration], *, token_budget: int, num_ranks: int, cost: FlopCost
+) -> PackedMinibatch:
+    """Rows of these conversations, whose tokens are all learnt alike.  Raises as pack."""
+    samples = [_sample(index, each) for index, each in enumerate(conversations)]
+    return pack(samples, token_budget=token_budget, num_ranks=num_ranks, cost=cost)
 
 
 def _sample(index: int, demonstration: Demonstration) -> TrainingSample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from algorithm_rows import ragged_row, token_row
 from papers import POLICY_VERSION, Sequence
 from torch import Tensor
 
+from rlhpc.algorithms.objectives import supervised_loss
 from rlhpc.algorithms.policy_loss import make_policy_loss
 from rlhpc.config.tables_algorithm import AlgorithmConfig
 from rlhpc.protocol.contracts import TokenRow
@@ -229,3 +231,13 @@ def test_figures_of_all_ages_together_are_those_of_all_tokens() -> None:
     ages = torch.where(row.loss_mask, POLICY_VERSION - row.versions, -1)
     for age in range(5):
         assert metrics[f"age_tokens/{age}"].item() == int((ages == age).sum() if age < 4 else (ages >= 4).sum())
+
+
+def test_supervised_loss_is_cross_entropy_of_what_is_learnt_whatever_stands_elsewhere() -> None:
+    current, row = ragged_row(0)
+    leaf = torch.where(row.loss_mask, current, torch.nan).requires_grad_()
+    loss, metrics = supervised_loss(leaf, replace(row, weights=torch.where(row.loss_mask, 0.5, torch.nan)))
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close(loss.detach(), -0.5 * current[row.loss_mask].sum())
+    assert gradient.tolist() == (-0.5 * row.loss_mask).tolist()
+    assert not metrics

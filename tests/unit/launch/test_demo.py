@@ -270,8 +270,8 @@ def tokenizer_in(directory: Path) -> PromptTokenizer:
 def test_the_warm_start_teaches_the_tokens_of_a_dialogue(tmp_path):
     tokenizer = tokenizer_in(tmp_path)
     template = DialogueTemplate(tokenizer)
-    ids, own = lookup._dialogue(random.Random(3), searches=True)
-    first = int(np.flatnonzero(np.array(own) != lookup.IGNORED)[0])
+    dialogue = lookup._dialogue(random.Random(3), searches=True)
+    ids, first = dialogue.token_ids.tolist(), int(dialogue.loss_mask.argmax())
     key = tokenizer.decode(ids[: first - 2])
     turn = ids[first : ids.index(lookup.EOS_ID) + 1]
     (tmp_path / "documents.jsonl").write_text(json.dumps({"text": f"{key} 305"}) + "\n")
@@ -284,7 +284,7 @@ def test_the_warm_start_teaches_the_tokens_of_a_dialogue(tmp_path):
         [{"role": "tool", "content": f"{key} {tokenizer.decode(ids[-4:-1])}"}], last_token=turn[-1]
     )
     assert [*before, *turn, *read.tolist(), *ids[-4:]] == ids
-    assert [token for token in own if token != lookup.IGNORED] == [*turn, *ids[-4:]]
+    assert dialogue.token_ids[dialogue.loss_mask].tolist() == [*turn, *ids[-4:]]
 
 
 def test_a_search_is_a_few_tokens_and_reads_as_it_was_written(tmp_path):
