@@ -3,12 +3,12 @@
 Input: manifests and tensors of versions in adapter form (protocol/types.py, AdapterForm).  Output: a model whose every
 request is sampled with W + scale · B A.  vLLM keeps adapters in slots, one row of a stack of buffers in each adapted
 layer, and would read a new one from files, under a new number that no running request has.  Here a version overwrites
-the slot instead, between two decoding steps: requests go on, and what CUDA graphs have captured stays where it is.
+the slot instead, between two decoding steps: requests go on, and tensors captured by CUDA graphs stay in place.
 
-In this file: the slot; products with what it holds; a base in four bits.
+In this file: the slot; products with its adapter; a base in four bits.
 
-Guarantees.  Before the first version the slot is zero: the base.  A version that does not fit is refused by its
-manifest, before anything has been received; one that is loaded leaves nothing of the one before.  The base is never
+Guarantees.  Before the first version the slot is zero: the base model.  A version that does not fit is refused by its
+manifest, before anything has been received; a loaded version overwrites all of the one before.  The base is never
 written to.
 """
 
@@ -39,20 +39,20 @@ TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 
 
 def policy_adapter() -> Any:
-    """What a request says to be sampled with the policy's adapter, vLLM's LoRARequest."""
+    """vLLM's LoRARequest for the policy's adapter."""
     # No file: every worker has it under this number before the first request (AdapterSlot).
     return LoRARequest(lora_name="policy", lora_int_id=POLICY, lora_path="memory:")
 
 
 class _Pair(NamedTuple):
-    """A and B of one module, [rank, in] and [out, rank]; None: it has not come."""
+    """A and B of one module, [rank, in] and [out, rank]; None: not received yet."""
 
     a: Any
     b: Any
 
 
 class _SlotPart(NamedTuple):
-    """Where vLLM keeps the adapter of one module."""
+    """The place in vLLM of one module's adapter."""
 
     layer: str  # vLLM's name, of a layer that may join several modules: qkv_proj
     part: int  # which of them
@@ -67,7 +67,7 @@ class AdapterSlot:
 
         runner: the worker's model runner, of an engine that was started for adapters and has no requests yet.
         rank, modules: of every version.  base: digest of the weights that the engine holds; "": not known.
-        Raises GroupFailed for a module of which vLLM keeps no adapter.
+        Raises GroupFailed for a module for which vLLM holds no adapter.
         """
         request = policy_adapter()
         runner.lora_manager.add_dummy_lora(request, rank=WARM_UP_RANK)
@@ -109,8 +109,8 @@ class AdapterSlot:
     def load(self, weights: Iterable[tuple[str, Tensor]], manifest: WeightManifest) -> None:
         """Overwrite the slot by a version, once its last tensor has come.
 
-        Raises GroupFailed as refuse_unfit does, and whatever the iterator raises; the slot is as before then.  On CUDA
-        copies may still be under way on the current stream.
+        Raises GroupFailed as refuse_unfit does, and errors of the iterator; the slot is then unchanged.  On CUDA copies
+        may still be under way on the current stream.
         """
         self.refuse_unfit(manifest)
         pairs, form = _pairs(weights), manifest.adapter
@@ -120,13 +120,13 @@ class AdapterSlot:
                 self._write(self._layers[layer], parts, form.scale)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the slot holds, padding included."""
+        """Yield the tensors of the slot, padding included."""
         for layer in self._layers.values():
             for stack in (*_stacks(layer.lora_a_stacked), *_stacks(layer.lora_b_stacked)):
                 yield stack[self._index]
 
     def _write(self, layer: Any, parts: Sequence[_Pair | None], scale: float) -> None:
-        """Zero the layer's part of the slot, then fill it as vLLM shares it out over ranks and joined modules."""
+        """Zero the layer's part of the slot, then fill it with this rank's shares, as vLLM would."""
         to = _stacks(layer.lora_a_stacked)[0].device
         a = [None if pair is None else pair.a.to(to, non_blocking=True) for pair in parts]
         # In float32: the slot's dtype may have eight bits.
@@ -137,7 +137,7 @@ class AdapterSlot:
             layer.set_lora(self._index, a, b)
 
     def _by_layer(self, pairs: Mapping[str, _Pair]) -> dict[str, list[_Pair | None]]:
-        """Adapters of the modules that each layer joins, None where there is none."""
+        """Adapters of the modules that each layer joins, None for modules without."""
         found: dict[str, list[_Pair | None]] = {}
         for module, pair in pairs.items():
             place = self._places[module]
@@ -161,9 +161,9 @@ class AdapterSlot:
 class PlainProducts:
     """Products with the adapter of one slot, for every token there is.
 
-    In place of vLLM's in two cases.  On CPU its own copies A and B out of the stack for each token: a third of the
-    tokens per second at rank 8.  At the head, on any device, it takes as many rows as requests, which are wrong or too
-    few where a row is scored: there each token of a prompt has logits.
+    Replaces vLLM's in two cases.  On CPU vLLM's copies A and B out of the stack for each token: a third of the tokens
+    per second at rank 8.  At the head, on any device, it takes one row per request, which is wrong when a row is
+    scored and every token of a prompt has logits.
     """
 
     def __init__(self, index: int) -> None:
@@ -196,7 +196,7 @@ class PlainProducts:
 
 
 def _places(manager: Any) -> Iterator[tuple[str, _SlotPart]]:
-    """Yield the names that modules have in a checkpoint, and where each is kept."""
+    """Yield the modules' names in a checkpoint, each with its place."""
     for layer in manager.modules:
         modules = manager.packed_modules.get(layer, [layer])
         for part, module in enumerate(modules):
@@ -204,7 +204,7 @@ def _places(manager: Any) -> Iterator[tuple[str, _SlotPart]]:
 
 
 def _pairs(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, _Pair]:
-    """A and B by module, in the order of the first of them.  Raises GroupFailed for what is neither."""
+    """A and B by module, in order of first appearance.  Raises GroupFailed for a tensor that is neither."""
     found: dict[str, _Pair] = {}
     for name, tensor in tensors:
         match = TENSOR.fullmatch(name)
@@ -216,7 +216,7 @@ def _pairs(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, _Pair]:
 
 
 def _shares(layer: Any, parts: Sequence[_Pair | None]) -> list[_Pair | None]:
-    """What vLLM gives this rank of the adapters of a layer's modules."""
+    """This rank's share of the adapters of a layer's modules, as vLLM slices them."""
     if getattr(layer, "tp_size", 1) == 1:
         return list(parts)
     a, b = [pair and pair.a for pair in parts], [pair and pair.b for pair in parts]

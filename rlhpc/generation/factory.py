@@ -1,4 +1,4 @@
-"""Start the engine that a run's configuration names."""
+"""Start the engine named in a run's configuration."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def engine_seed(run_seed: int, replica: int) -> int:
 async def start_engine(
     config: Config, *, seed: int, make_decode: Callable[[], Decode] = lambda: no_text
 ) -> GenerationEngine:
-    """One replica's engine, ready to sample.
+    """Start one replica's engine; it is ready to sample.
 
-    seed: differs between replicas, for whatever is not drawn by (run, group, sample).  make_decode: asked for what
-    makes text of tokens where the run has stop strings.
+    seed: differs between replicas, for draws that (run, group, sample) do not determine.  make_decode: returns the
+    decoder; called if the run has stop strings.
     Raises EngineError and leaves no process behind.
     """
     decode = make_decode() if config.generation.stop else no_text

@@ -2,11 +2,11 @@
 
 vLLM's layerwise reload costs 0.3 to 0.9 ms of Python for each tensor, whatever its size, while nobody samples, and two
 copies of each.  In a model that only moves its tensors (unquantised, no experts, no layer that computes something from
-its weights) the places are always the same.  They are found by letting the model's own loaders work on tensors without
-memory, and looking at every operation on them; whatever is no plain data movement means no plan.
+its weights) their places are always the same.  They are found by running the model's own loaders on meta tensors and
+recording every operation; any operation other than plain data movement means no plan.
 
 Input: a vLLM model that holds a version, and that version.  Output: a ReloadPlan, or NoPlan with the reason.
-Guarantee: finding a plan changes nothing of the model, also when it fails.
+Guarantee: looking for a plan leaves the model unchanged, also when it fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rlhpc.weights.memory import NamedTensors
 #
 # Load the experts of a mixture by three calls a layer instead of three for each expert.
 #
-# Input: a vLLM model and HF-named tensors; output: the tensors that are not taken here, for the model's own loader.
+# Input: a vLLM model and HF-named tensors; output: the tensors of no expert, for the model's own loader.
 # A call of vLLM's layerwise reload costs 0.3 to 0.9 ms whatever the size, and Qwen3-30B-A3B has 18,432 such matrices.
 # Its loader of a layer of experts takes all of them in one tensor [experts, …] as well.  Where a layer does not look as
 # expected (a quantised layer, experts shared out over ranks, another vLLM) the tensors pass through untouched.
@@ -50,14 +50,14 @@ PLACES = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3"), "d
 
 @dataclass(slots=True)
 class _Stack:
-    """One kind of matrix of one layer, as it fills."""
+    """The experts' matrices of one kind in one layer, as they arrive."""
 
     whole: Tensor  # [experts, …]
     missing: set[int] = field(default_factory=set)
 
 
 class ExpertStacks:
-    """The layers of a model that take whole stacks."""
+    """The layers of a model whose loader accepts whole stacks of experts."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         """device: where stacks are assembled, the model's."""
@@ -118,18 +118,18 @@ def _takes_stacks(module: Any) -> bool:
 
 # --------------------------------------------------------------------------------------------------------- reload trace
 #
-# What a model's weight loaders do with the tensors of a version, found on tensors without memory.
+# The copies that a model's weight loaders make of a version's tensors, traced on meta tensors.
 #
-# Input: parameters that loaders fill, and stand-ins for a version's tensors.  Output: the copies from these to those.
-# Guarantee: whatever else is done with either (arithmetic, a copy to a buffer, places filled twice or not at all)
-# raises NoPlan: the copies alone then do not make what the loaders make.
+# Input: parameters that loaders fill, and meta tensors of a version.  Output: the copies from tensors to parameters.
+# Guarantee: anything else (arithmetic, a copy to a buffer, places filled twice or not at all) raises NoPlan: the copies
+# alone would then not reproduce the loaders' result.
 
 
 Parameter = tuple[nn.Module, str]  # a layer and the name that it has there
 
 
 class NoPlan(Exception):
-    """Why versions cannot be loaded by copies alone."""
+    """Reason why versions cannot be loaded by copies alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ class Cut:
 
     @classmethod
     def of(cls, part: Tensor, whole: Tensor) -> Cut:
-        """The part of `whole` that a view of it is."""
+        """The part of `whole` that is this view of it."""
         return cls(tuple(part.shape), part.stride(), int(part.storage_offset() - whole.storage_offset()))
 
     def from_(self, whole: Tensor) -> Tensor:
-        """View that part of a tensor that is laid out as the one it was cut from."""
+        """View this part of a tensor that has the layout of the original one."""
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
@@ -160,12 +160,12 @@ class Copied(NamedTuple):
 
 
 class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies while it is active and carries none of them out."""
+    """Records copies while it is active, without executing them."""
 
     def __init__(
         self, parameters: Mapping[Parameter, Tensor], buffers: Iterable[Tensor], sources: Mapping[str, Tensor]
     ) -> None:
-        """parameters: those that loaders may fill; buffers: those that they must not; sources: of the version."""
+        """parameters: may be filled by loaders; buffers: must not; sources: the tensors of the version."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[Copied] = []
         self._parameters, self._sources = parameters, sources
@@ -191,9 +191,9 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def filled(self) -> Iterator[tuple[Parameter, bool]]:
-        """Yield parameters that are filled, each element once, and whether some of it are zeros.
+        """Yield parameters whose elements are each filled once, and whether zeros are among them.
 
-        Raises NoPlan if there are others, except those that no copy went to.
+        Raises NoPlan for any other parameter that a copy went to.
         """
         zeros, places = {place for place, _ in self._zeros}, dict[Parameter, list[Cut]]()
         for place, cut in [*((copied.to, copied.place) for copied in self.copies), *self._zeros]:
@@ -228,7 +228,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Identity of what views share, also where there is no memory."""
+    """Identity of the storage that views share, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -263,15 +263,15 @@ def _is_run(cut: Cut) -> bool:
 #
 # Layers of a vLLM model between two states: taken apart for a reload, and as its kernels read them.
 #
-# What vLLM's layerwise reload leaves to be done: a reload that stops half-way is undone, and on a CPU two kinds of
-# layers that keep repacked copies of weights, and that no tensor comes for, are repacked.
+# Complements vLLM's layerwise reload: undoes a reload that stops half-way, and on a CPU repacks two kinds of layers
+# that keep repacked copies of weights without tensors of their own.
 
 
 def put_back(model: Any, model_config: Any) -> None:
-    """Give layers that initialize_layerwise_reload left unfinished the tensors that they had.
+    """Restore the tensors of layers that initialize_layerwise_reload left unfinished.
 
-    Those that came for them are views of blocks that are freed; and a layer that has got some of its tensors would be
-    called finished.
+    Tensors already received for them are views of blocks that are freed; and vLLM would call a partly loaded layer
+    finished.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -294,7 +294,7 @@ def repack(model: Any) -> None:
 
 
 def unwrap_loaders(model: Any) -> None:
-    """Let loaders, after initialize_layerwise_reload, fill parameters at once, and not layers when they are whole."""
+    """Let loaders fill parameters at once after initialize_layerwise_reload, not when a layer is complete."""
     for layer in model.modules():
         for parameter in layer.parameters(recurse=False):
             loader: Any = getattr(parameter, "weight_loader", None)
@@ -308,19 +308,19 @@ def unwrap_loaders(model: Any) -> None:
 
 Specs = tuple[tuple[str, torch.Size, torch.dtype], ...]
 KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # keep weights as they are; repack them on a CPU
-# What loaders raise that ask a tensor without memory for its values, or expect something else of it.
+# Errors of loaders that read the values of a meta tensor, or expect something else of it.
 FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 PIECE = 1 << 24  # elements that are compared at once
-NUM_PROBES = 4  # rows that a repacked layer is asked for
+NUM_PROBES = 4  # rows on which repacked layers are compared
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A parameter as loaders fill it, of a layer whose kernel keeps only a repacked one."""
+    """A parameter as loaders fill it, in a layer whose kernel keeps only a repacked copy."""
 
     shape: torch.Size
     dtype: torch.dtype
-    has_zeros: bool  # in places that no tensor comes for
+    has_zeros: bool  # some elements have no tensor and are zero
 
     def made(self) -> Tensor:
         make = torch.zeros if self.has_zeros else torch.empty
@@ -328,7 +328,7 @@ class _Form:
 
 
 def find_plan(model: Any, model_config: Any, weights: NamedTensors) -> ReloadPlan:
-    """Trace a load on tensors without memory.  Raises NoPlan."""
+    """Trace a load on meta tensors.  Raises NoPlan."""
     _refuse_unknown(model)
     held, specs = dict(_parameters(model)), specs_of(weights)
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in specs}
@@ -349,7 +349,7 @@ def find_plan(model: Any, model_config: Any, weights: NamedTensors) -> ReloadPla
 
 
 def specs_of(weights: NamedTensors) -> Specs:
-    """What a version must share with another one to be loaded in the same way."""
+    """Names, shapes and dtypes of a version: versions with equal ones are loaded by the same plan."""
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in weights)
 
 
@@ -364,7 +364,7 @@ class ReloadPlan:
         copies: Sequence[Copied],
         forms: Mapping[Parameter, _Form],
     ) -> None:
-        """forms: of the parameters that are made anew for each version."""
+        """forms: forms of the parameters that are allocated again for each version."""
         self._specs, self._forms, self._dtype = specs, forms, dtype
         self._copies: dict[str, list[Copied]] = {}
         for copied in copies:
@@ -394,7 +394,7 @@ class ReloadPlan:
             attention.process_weights_after_loading(self._dtype)
 
     def prove(self, weights: NamedTensors) -> None:
-        """Raise NoPlan if the model, which holds this version, is another one after loading it by the plan."""
+        """Load this version, which the model holds, by the plan; raise NoPlan if that changes the model."""
         for name, tensor in weights:
             for _, to, place, part in self._copies.get(name, ()):
                 if to not in self._forms and not _are_equal(place.from_(_held(to)), part.from_(tensor)):
@@ -414,7 +414,7 @@ class ReloadPlan:
         return anew[to]
 
     def _answers(self) -> dict[nn.Module, Tensor]:
-        """What repacked layers make of the same few rows."""
+        """Outputs of repacked layers for a few fixed rows."""
         made = {}
         for layer in self._repacked:
             form = self._forms.get((layer, "weight"))
@@ -425,7 +425,7 @@ class ReloadPlan:
 
 
 def _refuse_unknown(model: nn.Module) -> None:
-    """Raise NoPlan for a layer of which more may have to be done than to copy tensors."""
+    """Raise NoPlan for a layer that may need more than copied tensors."""
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         raise NoPlan(f"not tried on {current_platform.device_name}")
     for layer in model.modules():
@@ -439,7 +439,7 @@ def _refuse_unknown(model: nn.Module) -> None:
 def _forms(
     held: Mapping[Parameter, Tensor], traced: Mapping[Parameter, Tensor], filled: Mapping[Parameter, bool]
 ) -> Iterator[tuple[Parameter, _Form]]:
-    """Yield parameters that a plan must make anew.  Raises NoPlan where a parameter could keep something old."""
+    """Yield parameters that a plan must allocate again.  Raises NoPlan for a parameter that could keep old values."""
     renewed = {id(held[place]) for place in filled}
     for place, kept in held.items():
         layer, name = place
@@ -458,7 +458,7 @@ def _forms(
 
 
 def _repack(layer: Any, anew: dict[Parameter, Tensor]) -> None:
-    """Let a layer's kernel take over what has been copied; its parameters are those of before afterwards."""
+    """Repack the copied weights for a layer's kernel; the layer's parameter objects stay the same."""
     mine = {name: tensor for (of, name), tensor in anew.items() if of is layer}
     kept = {name: layer._parameters[name] for name in mine}
     for name, tensor in mine.items():
@@ -503,7 +503,7 @@ def _keeps_parameters(module: Any) -> bool:
 
 
 def _own_names(kind: type) -> set[str]:
-    """Names of a kernel's class and those above it, but for vLLM's base."""
+    """Attributes of a kernel's class and its base classes, without vLLM's base."""
     return {name for each in kind.__mro__ if not each.__name__.startswith("AttentionImpl") for name in vars(each)}
 
 
@@ -515,8 +515,8 @@ def _own_names(kind: type) -> set[str]:
 # layerwise reload: a layer is put together from meta tensors when its last tensor has come, and copied to where its
 # kernels look. Later ones are copied straight there, if they are whole and the model allows a plan (reload_plan.py)
 # that has been checked on the first. Guarantee: whatever is raised, the model has tensors of the right shapes
-# everywhere afterwards (some new, some old), so that a later version can be loaded.  What it would sample until then
-# is not from any policy: the caller must prevent it.
+# everywhere afterwards (some new, some old), so that a later version can be loaded.  Until then it would sample from no
+# version's policy: the caller must prevent that.
 
 
 class WeightReload:
@@ -529,7 +529,7 @@ class WeightReload:
         self.way = ""  # how whole versions are loaded; "" before the first
 
     def load(self, weights: NamedTensors) -> None:
-        """Load a version that is there as a whole.  On CUDA copies may still be under way on the current stream."""
+        """Load a complete version.  On CUDA copies may still be under way on the current stream."""
         if self._plan is not None and self._plan.fits(weights):
             with self._loading():
                 self._plan.load(weights)
@@ -540,7 +540,7 @@ class WeightReload:
             self._look_for_plan(weights)
 
     def load_arriving(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors as they come, by vLLM's own reload.
+        """Load tensors as they arrive, by vLLM's own reload.
 
         Bare model.load_weights would fail on CPU, where linear weights were repacked and the originals emptied.
         """
@@ -550,14 +550,14 @@ class WeightReload:
                 stacks = ExpertStacks(model, self._device)  # looks at layers, so before they are taken apart
                 initialize_layerwise_reload(model)
                 model.load_weights(stacks.taken_from(iter(weights)))
-            except BaseException:  # survived: nothing; layers that were taken apart are put together first
+            except BaseException:  # nothing is survived; unfinished layers are restored first
                 put_back(model, self._model_config)
                 raise
             finalize_layerwise_reload(model, self._model_config)
             repack(model)
 
     def _look_for_plan(self, weights: NamedTensors) -> None:
-        """The model holds these weights."""
+        """Look for a plan while the model holds these weights."""
         plan = None
         try:
             with self._loading(), torch.device(self._device):

@@ -1,13 +1,13 @@
-"""vLLM's engine core with all that we ask of it, in processes behind AsyncLLM or on a thread of this process.
+"""vLLM's engine core behind our interface, in processes of AsyncLLM or on a thread of this process.
 
 Input: requests, and calls of the worker extension.  Output: one FinishedSample for each request.  On CUDA, and with
-several workers, the core is behind vLLM's AsyncLLM.  Where there is one worker on CPU it is on a thread: AsyncLLM sends
-it every request through a socket, and gets a message with every request's newest token after every step
+several workers, the core is behind vLLM's AsyncLLM.  With one worker on CPU it runs on a thread: AsyncLLM would send
+every request through a socket, and get a message with every request's newest token after every step
 (docs/decisions/036-the-engine-core-in-the-generators-process.md has the cost).
 
-Guarantees, of both.  While paused nothing is sampled, and counts() is the number of tokens of every request, whatever
-vLLM calls it and whichever model runner it has: weights that are loaded before resume() sample the tokens from that
-number on.  What is needed of vLLM and is no documented interface of it is looked for once, at the start.
+Guarantees of both.  While paused nothing is sampled, and counts() is the number of tokens of every request, for any of
+vLLM's model runners: weights that are loaded before resume() sample the tokens from that number on.  Undocumented
+interfaces of vLLM that we need are checked once, at the start.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rlhpc.generation.vllm_requests import FlatPart, PartialCompletion
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import Float32
 
-YIELD_S = 0.001  # where requests wait and none can be scheduled
-LAST_STEP_S = 30.0  # at the exit of the process, for the step and what vLLM tears down
-MakeRequest = Callable[[dict[str, Any], Any, str, int], Any]  # raises ValueError for what is refused
+YIELD_S = 0.001  # while requests wait and none can be scheduled
+LAST_STEP_S = 30.0  # at the exit of the process, for the last step and vLLM's teardown
+MakeRequest = Callable[[dict[str, Any], Any, str, int], Any]  # raises ValueError for a refused request
 
 
 class CoreDied(Exception):
-    """The engine core raised, or was shut down; nothing more can be asked of it."""
+    """The engine core raised, or was shut down; every further call fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedSample:
-    """What vLLM has sampled for a request, or scored of its prompt."""
+    """vLLM's result for a request: its completion, or the scores of its prompt."""
 
     num_prompt_tokens: int
     completion: PartialCompletion  # whole
@@ -52,7 +52,7 @@ class FinishedSample:
 
 
 class RunningCore(ABC):
-    """An engine core that runs.  Whatever it is asked raises what vLLM raises, and CoreDied."""
+    """A running engine core.  Every method raises vLLM's errors, and CoreDied."""
 
     vllm_config: Any
 
@@ -66,23 +66,24 @@ class RunningCore(ABC):
         priority: int = 0,
         search: StopSearch | None = None,
     ) -> FinishedSample:
-        """Return what a request has sampled when it has ended; one whose caller is cancelled is aborted.
+        """Return a request's result when it has ended; if the caller is cancelled, the request is aborted.
 
-        prompt: "prompt_token_ids" and "cache_salt".  search: for stop strings, has read the prefix and is the core's
-        from now on; nothing behind one is counted, shown or returned.  Raises ValueError for what vLLM refuses.
+        prompt: "prompt_token_ids" and "cache_salt".  search: for stop strings; it has read the prefix and is owned by
+        the core from now on; tokens behind a stop string are not counted, shown or returned.  Raises ValueError if vLLM
+        refuses the request.
         """
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has; returns once that has been requested."""
+        """Have a request end with the tokens it has; does not wait for its end."""
 
     @abstractmethod
     def num_tokens(self, request_id: str) -> int:
-        """Tokens sampled for it so far; 0 for one that has ended."""
+        """Number of tokens sampled for a request so far; 0 if it has ended."""
 
     @abstractmethod
     def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
-        """Its tokens from number `first` on; None: there is none, or the request has ended."""
+        """A request's tokens from number `first` on; None: there is none, or the request has ended."""
 
     @abstractmethod
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -112,7 +113,7 @@ class RunningCore(ABC):
         """End the core; pending calls raise.  Blocks for at most `timeout`."""
 
 
-# ------------------------------------------------------------------------------------------------- what vLLM must have
+# ------------------------------------------------------------------------------------------ required parts of vLLM
 
 OF_ASYNC_LLM = (
     "generate abort collective_rpc pause_generation resume_generation reset_prefix_cache errored dead_error shutdown "
@@ -151,15 +152,15 @@ class _FrontEndRequest:
     """A request that AsyncLLM was given."""
 
     search: StopSearch | None
-    num_before: int  # tokens that the search had read, of the prefix
+    num_before: int  # tokens of the prefix, which the search had read
 
     @property
     def num_shown(self) -> int:
-        """Tokens that are known to be none behind a stop string."""
+        """Number of tokens that are certainly not behind a stop string."""
         return sys.maxsize if self.search is None else self.search.num_tokens - self.num_before
 
     def end_in(self, token_ids: Sequence[int]) -> int | None:
-        """Search the tokens after the prefix that were not read yet; return how many are up to a stop string."""
+        """Search the unread tokens after the prefix; return the number of tokens up to a stop string."""
         if self.search is None or self.search.read(token_ids[self.num_shown :]) is None:
             return None
         return self.num_shown
@@ -168,12 +169,12 @@ class _FrontEndRequest:
 class CoreProcesses(RunningCore):
     """A vLLM AsyncLLM, whose core and workers are processes of their own.
 
-    Its front end, in this process, collects the tokens of each request, and gets those of every step before the reply
-    to a pause.
+    Its front end, in this process, collects the tokens of each request; those of a step arrive before the reply to a
+    pause.
     """
 
     def __init__(self, llm: Any) -> None:
-        """llm: an AsyncLLM that nobody has asked anything yet.  Raises EngineError for a vLLM that lacks something."""
+        """llm: an unused AsyncLLM.  Raises EngineError for a vLLM that lacks a part we need."""
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # as in _engine_core
 
         require(OF_ASYNC_LLM, of=llm, called="AsyncLLM")
@@ -181,7 +182,7 @@ class CoreProcesses(RunningCore):
         self._llm, self.vllm_config, self._adapter = llm, llm.vllm_config, _adapter_of(llm.vllm_config)
         self._asked: dict[str, _FrontEndRequest] = {}
         self._outputs, self._next_outputs = llm.engine_core.outputs_queue, llm.engine_core.get_output_async
-        self._front_end_waits = True  # for outputs; all it was given before are with their requests
+        self._front_end_waits = True  # for outputs: all earlier ones have been passed to their requests
         llm.engine_core.get_output_async = self._outputs_for_front_end
 
     async def sample(
@@ -201,7 +202,7 @@ class CoreProcesses(RunningCore):
             params.output_kind = RequestOutputKind.CUMULATIVE  # an output after every step, of all tokens so far
         try:
             answers = self._llm.generate(prompt, params, request_id, lora_request=self._adapter, priority=priority)
-            async with contextlib.aclosing(answers):  # which aborts a request that has not ended
+            async with contextlib.aclosing(answers):  # aborts a request that has not ended
                 async for answer in answers:
                     if (finished := _finished(answer, asked)) is not None:
                         return finished
@@ -246,12 +247,12 @@ class CoreProcesses(RunningCore):
         await self._llm.resume_generation()
 
     async def counts(self) -> dict[str, int]:
-        """See RunningCore.  What left the core before it paused is awaited."""
+        """See RunningCore.  Awaits outputs that left the core before it paused."""
         while not (self._front_end_waits and self._outputs.empty()):
             if self._llm.errored:
                 raise self._llm.dead_error
             await asyncio.sleep(0)
-        await asyncio.sleep(0)  # whose request has ended learns of it
+        await asyncio.sleep(0)  # callers of ended requests get their results
         found = {request_id: self._num_sampled(request_id) for request_id in self._asked}
         return {request_id: number for request_id, number in found.items() if number}
 
@@ -281,10 +282,10 @@ class CoreProcesses(RunningCore):
 
 
 def _finished(answer: Any, asked: _FrontEndRequest) -> FinishedSample | None:
-    """Return what vLLM's RequestOutput says of a request that has ended, or of which a stop string is complete."""
+    """Convert vLLM's RequestOutput of a request that has ended, or has completed a stop string."""
     completion = answer.outputs[0]
     end, reason = asked.end_in(completion.token_ids), completion.finish_reason
-    if end is not None:  # vLLM's own lists go on to grow
+    if end is not None:  # copied, since vLLM's own lists still grow
         part = FlatPart(completion.logprobs.logprobs[:], completion.logprobs.start_indices[:end])
         completion, reason = PartialCompletion(completion.token_ids[:end], part, "stop"), "stop"
     if reason is None:
@@ -294,7 +295,7 @@ def _finished(answer: Any, asked: _FrontEndRequest) -> FinishedSample | None:
 
 
 def _of_prompt(answer: Any) -> Float32 | None:
-    """Log-probabilities of a prompt's own tokens, of which vLLM makes a dictionary each."""
+    """Log-probabilities of a prompt's own tokens; vLLM returns a dictionary per token."""
     if answer.prompt_logprobs is None:
         return None
     pairs = zip(answer.prompt_logprobs[1:], answer.prompt_token_ids[1:], strict=True)
@@ -319,9 +320,9 @@ class _Sample:
     prompt_logprobs: Float32 | None = None
 
     def take(self, output: Any) -> str | None:
-        """Add what a step made for it, vLLM's EngineCoreOutput; return why it has ended, if it has.
+        """Add a step's output for the request, vLLM's EngineCoreOutput; return why the request has ended, if it has.
 
-        Nothing is added after the token that completes a stop string.
+        Tokens after the one that completes a stop string are dropped.
         """
         tokens, logprobs = output.new_token_ids, output.new_logprobs
         reason = None if output.finish_reason is None else str(output.finish_reason)
@@ -350,18 +351,18 @@ class _Sample:
 
 
 class CoreThread(RunningCore):
-    """An engine core, its thread, and the requests it has.  Methods are for the event loop it was started in."""
+    """An engine core, its thread, and its requests.  Methods are called in the event loop that started it."""
 
     def __init__(self, vllm_config: Any, make_core: Callable[[], Any], make_request: MakeRequest) -> None:
-        """Make the core on a thread of its own; blocks until it is ready.  Raises what make_core raises.
+        """Make the core on a thread of its own; blocks until it is ready.  Raises as make_core.
 
-        make_core: vLLM's EngineCore.  make_request: (prompt, parameters, id, priority) → what the core takes.
+        make_core: vLLM's EngineCore.  make_request: (prompt, parameters, id, priority) → the core's request.
         """
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._samples: dict[str, _Sample] = {}
         self._asked: set[asyncio.Future[Any]] = set()
-        self._death = ""  # why nothing can be asked any more
+        self._death = ""  # why every further call fails
         self._must_stop = False  # set on the engine's thread
         self._core: Any = None
         self._start_error: BaseException | None = None
@@ -377,7 +378,7 @@ class CoreThread(RunningCore):
 
     @classmethod
     def of_vllm(cls, engine_args: Any) -> CoreThread:
-        """A core by vLLM's engine arguments.  Raises what vLLM raises."""
+        """Make a core from vLLM's engine arguments.  Raises vLLM's errors."""
         vllm_config = engine_args.create_engine_config()
         return cls(vllm_config, partial(_engine_core, vllm_config), _request_maker(vllm_config))
 
@@ -517,7 +518,7 @@ class CoreThread(RunningCore):
             self._core = None
 
     def _obey(self) -> None:
-        """Run the commands in the queue; waits for one if there is nothing to sample."""
+        """Run the queued commands; waits for one if there is nothing to sample."""
         if not self._core.scheduler.has_requests():
             self._commands.get()()
         while not self._must_stop and not self._commands.empty():
@@ -533,7 +534,7 @@ class CoreThread(RunningCore):
                 if sample is None or (reason := sample.take(output)) is None:
                     continue
                 ended.append((sample, reason))
-                if output.finish_reason is None:  # a stop string, of which the core knows nothing
+                if output.finish_reason is None:  # a stop string, unknown to the core
                     self._core.abort_requests([output.request_id])
         if ended:
             self._tell(partial(self._deliver, ended))
@@ -568,14 +569,14 @@ class CoreThread(RunningCore):
         self._must_stop = True
 
     def _tell(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(callback)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
-    if isinstance(error, StopIteration):  # which no future takes
+    if isinstance(error, StopIteration):  # not allowed in futures
         future.set_exception(CoreDied(repr(error)))
     elif error is not None:
         future.set_exception(error)
@@ -596,7 +597,7 @@ def _engine_core(vllm_config: Any) -> Any:
 
 @contextlib.contextmanager
 def _unseen(module: str) -> Iterator[None]:
-    """Hide a module from vLLM 0.32: for its objects vars() returns no dictionary.
+    """Hide a module from vLLM 0.32, which fails on it: vars() of its objects returns no dictionary.
 
     vLLM searches all loaded modules for kernels to replace (triton_utils/dispatcher.py).
     """
@@ -609,7 +610,7 @@ def _unseen(module: str) -> Iterator[None]:
 
 
 def _request_maker(vllm_config: Any) -> MakeRequest:
-    """Makes vLLM's EngineCoreRequest; raises ValueError for what vLLM refuses."""
+    """Returns a function that makes vLLM's EngineCoreRequest; it raises ValueError if vLLM refuses the request."""
     # As above.
     from vllm.inputs.engine import tokens_input
     from vllm.renderers.registry import renderer_from_config
@@ -627,7 +628,7 @@ def _request_maker(vllm_config: Any) -> MakeRequest:
 
 
 def _adapter_of(vllm_config: Any) -> Any:
-    """What every request is to be sampled with; None: whole weights."""
+    """The adapter of every request; None: versions are whole weights."""
     if vllm_config.lora_config is None:
         return None
     from rlhpc.generation.adapter_slot import policy_adapter  # as above

@@ -1,8 +1,8 @@
 """Sample with vLLM: continuous batching, and weights that change while requests are running.
 
 Input: RolloutRequest and WeightManifest; output: Rollout.  Tokens in, tokens out; one request is one vLLM request.
-How new weights get in: weight_updates.py.  Sampling stands still while they are loaded, and every token's version
-follows from the number of tokens that its request had then.  What vLLM 0.26 to 0.33 differ in is in vllm_core.py.
+Weight updates: weight_updates.py.  Sampling stops while weights are loaded, and every token's version follows from the
+number of tokens that its request had then.  Differences between vLLM 0.26 and 0.33 are handled in vllm_core.py.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 # -------------------------------------------------------------------------------------------------------- engine answer
 #
-# Wait for what an engine is asked between two steps, and give up one that does not answer.
+# Wait for an engine's answer to a call, and give up an engine that does not answer.
 #
-# Input: a call of vLLM.  Output: its result.  A kernel that never ends raises nothing: the engine's processes live,
-# and so does its generator, which would hold its GPU and break every weight group until the run ends.  vLLM has such a
-# limit, of 300 s, for the workers of tensor parallelism alone.
+# Input: a call of vLLM.  Output: its result.  A kernel that never ends raises nothing: the engine's processes and its
+# generator would live on, hold the GPU, and break every weight group until the run ends.  vLLM's own limit, 300 s,
+# covers only the workers of tensor parallelism.
 
 
 Result = TypeVar("Result")
@@ -71,10 +71,10 @@ class EngineSilent(Exception):
 
 
 async def answered(call: Awaitable[Result], broadcast_s: float) -> Result:
-    """Await a call; a pause of this process, however long, counts for a tenth of the limit at most.
+    """Await a call; a pause of this process, however long, counts for at most a tenth of the limit.
 
-    broadcast_s: an engine may wait for so long for the bucket that is under way.  Raises EngineSilent, and what the
-    call raises.
+    broadcast_s: extra time, for an engine that waits for the bucket that is under way.  Raises EngineSilent, and errors
+    of the call.
     """
     limit_s, task = max(ANSWER_S, 2 * broadcast_s), asyncio.ensure_future(call)
     try:
@@ -88,13 +88,13 @@ async def answered(call: Awaitable[Result], broadcast_s: float) -> Result:
 
 
 async def unless(event: asyncio.Event, ask: Callable[[], Awaitable[None]]) -> None:
-    """Ask, if the event is not set when this runs: `answered` runs it later than it is called."""
+    """Make the call unless the event is set by then: `answered` starts it later than it is called."""
     if not event.is_set():
         await ask()
 
 
 async def comes(event: asyncio.Event, limit_s: float) -> bool:
-    """Whether an event is set by then; never swallows a cancellation."""
+    """Wait for an event; returns whether it is set within limit_s.  Never swallows a cancellation."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await event.wait()
@@ -112,7 +112,7 @@ ABORT_AGAIN_S = 0.05  # an abort may overtake its request
 
 
 class VllmEngine(GenerationEngine):
-    """An engine core of vLLM's (vllm_core.py), and what it is asked."""
+    """GenerationEngine over vLLM's engine core (vllm_core.py)."""
 
     def __init__(
         self, llm: RunningCore, processes: list[psutil.Process], config: Config, clock: Clock, decode: Decode = no_text
@@ -146,7 +146,7 @@ class VllmEngine(GenerationEngine):
     ) -> VllmEngine:
         """Start vLLM on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
 
-        is_apart: in a process of its own, as it always is on CUDA, and with weights.staging = "paused".  decode: for
+        is_apart: in a process of its own, which is always so on CUDA, and with weights.staging = "paused".  decode: for
         stop strings.  Sets environment variables of this process.  Raises EngineError and leaves no process behind.
         """
         is_apart = is_apart or config.weights.staging == "paused"  # whose tests fail with the core on a thread
@@ -158,7 +158,7 @@ class VllmEngine(GenerationEngine):
             await engine._prepare()
             if adapted:
                 await engine._rpc("rlhpc_hold_adapters", config.lora.rank, adapted, base)
-        except BaseException:  # survived: nothing; whatever it was, no process of an engine may be left behind
+        except BaseException:  # nothing is survived, but no process of an engine may be left behind
             await engine.close()
             raise
         return engine
@@ -167,7 +167,7 @@ class VllmEngine(GenerationEngine):
 
     @property
     def policy_version(self) -> int:
-        """−1 until the first weights have been received, as those of the checkpoint have no version; and while torn."""
+        """−1 while torn, and before the first weights are received, since those of the checkpoint have no version."""
         return NO_VERSION if self._weights.is_torn else self._policy_version
 
     @property
@@ -177,7 +177,7 @@ class VllmEngine(GenerationEngine):
 
     @property
     def weight_devices(self) -> tuple[str, ...]:
-        """One per tensor-parallel worker."""
+        """Devices of the tensor-parallel workers."""
         return self._weight_devices
 
     async def generate(self, request: RolloutRequest) -> Rollout:
@@ -209,7 +209,7 @@ class VllmEngine(GenerationEngine):
             flight.end()
 
     async def score(self, token_ids: Int32) -> RowScore:
-        """Score a row by vLLM's prompt log-probabilities, ahead of all others in the queue; see GenerationEngine.
+        """Score a row by vLLM's prompt log-probabilities, ahead of the queue; see GenerationEngine.
 
         Raises ValueError for a row that leaves no room for the one token that vLLM samples after it.
         """
@@ -220,7 +220,7 @@ class VllmEngine(GenerationEngine):
         return RowScore(version, row_logprobs(output.prompt_logprobs, token_ids))
 
     def num_sampled(self, request_id: str) -> int:
-        """Counts the tokens received so far; see GenerationEngine."""
+        """Number of tokens received so far; see GenerationEngine."""
         key = self._newest.get(request_id)
         sampled = 0 if key is None else self._llm.num_tokens(key)
         return self._in_flight[key].request.num_done + sampled if key is not None and sampled else 0
@@ -238,7 +238,7 @@ class VllmEngine(GenerationEngine):
         return piece_of(flight.request, FinishedRequest.of_vllm(part, versions[first:]), start)
 
     async def abort(self, request_id: str) -> None:
-        """Abort it; returns when it has ended."""
+        """Abort a request; returns when it has ended."""
         for key, flight in list(self._in_flight.items()):
             if flight.request.request_id == request_id:
                 await self._abort(key, flight)
@@ -249,12 +249,12 @@ class VllmEngine(GenerationEngine):
         await self._switch.hold(CALLER)
 
     async def resume(self) -> None:
-        """Resume, or if the weights are torn as soon as they are whole; see GenerationEngine."""
+        """Resume, if the weights are torn only once they are whole; see GenerationEngine."""
         self._require_life()
         await self._switch.release(CALLER)
 
     def statistics(self) -> EngineStatistics:
-        """Tokens count when their request ends, pre-emptions with the next version; beyond max_num_seqs it waits."""
+        """Statistics; tokens count when their request ends, pre-emptions at the next version."""
         num_running = min(len(self._in_flight), self._config.generation.max_num_seqs)
         return EngineStatistics(
             num_running=num_running,
@@ -283,7 +283,7 @@ class VllmEngine(GenerationEngine):
             await self._weights.leave()
 
     async def close(self) -> None:
-        """Requests in flight return what they have, then every process ends; see GenerationEngine."""
+        """Return the requests in flight with their tokens so far, then end every process; see GenerationEngine."""
         if not self._death:
             aborts = [asyncio.ensure_future(self._abort(key, flight)) for key, flight in self._in_flight.items()]
             if aborts:
@@ -306,7 +306,7 @@ class VllmEngine(GenerationEngine):
         self._weight_devices = tuple(await self._rpc("rlhpc_device_id"))
 
     async def _run(self, request_id: str, flight: InFlight, search: StopSearch) -> FinishedSample | None:
-        """Return vLLM's only output for this request, or the last if it began anew; None: aborted without a token."""
+        """Return vLLM's output for this request, the last one if it began anew; None: aborted without a token."""
         request = flight.request
         tokens = request.prompt.token_ids.tolist()
         if request.prefix is not None:
@@ -349,22 +349,22 @@ class VllmEngine(GenerationEngine):
         await self._abort_until(flight.ended, key)
 
     async def _abort_until(self, is_over: asyncio.Event, key: str) -> None:
-        while not is_over.is_set() and not self._death:  # what came back may have the same key when it is sent
+        while not is_over.is_set() and not self._death:  # a restarted request may have the same key
             await self._call(unless(is_over, lambda: self._llm.abort(key)))
             await comes(is_over, ABORT_AGAIN_S)
 
     async def _adopt(self, policy_version: int, counts: dict[str, int]) -> None:
-        """Record a version that is loaded from now on; requests without a token begin anew.
+        """Record the loaded version; requests without a token are submitted again.
 
-        counts: tokens of each request when sampling stopped.  vLLM names a prompt in its cache by the salt it came
-        with: one that waited would begin on keys and values of old weights, and all its tokens would be called new.
+        counts: tokens of each request when sampling stopped.  vLLM finds a prompt in its cache by the prompt's salt:
+        a waiting request would begin on keys and values of old weights, and all its tokens would count as new.
         """
         self._policy_version = policy_version
         self._num_updates += 1
         waiting = list[tuple[str, InFlight]]()
         for key, flight in self._in_flight.items():
             if not flight.is_submitted or flight.has_output:
-                continue  # it is submitted from now on, or had ended when the weights were loaded
+                continue  # it is not submitted yet, or had ended when the weights were loaded
             if num_tokens := counts.get(key, 0):
                 flight.record.weights_changed(policy_version, num_tokens)
             else:
@@ -375,7 +375,7 @@ class VllmEngine(GenerationEngine):
             flight.aborting = asyncio.ensure_future(self._abort_until(flight.came_back, key))  # it may not be there yet
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the extension on every worker.  Its errors do not cross as classes."""
+        """Call a method of the extension on every worker.  Its exceptions arrive as EngineError."""
         result: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
         return result
 
@@ -395,7 +395,7 @@ class VllmEngine(GenerationEngine):
 
 
 def _refuse_weights_it_would_make_up(config: Config) -> None:
-    """vLLM counts a matrix that it puts together from several tensors as loaded when one of them has come."""
+    """Raise EngineError for incomplete weight files: vLLM takes a fused matrix for loaded once one of its parts is."""
     path = config.model.path
     try:
         refuse_other_weights(path, object_in(path / "config.json"))
@@ -404,7 +404,7 @@ def _refuse_weights_it_would_make_up(config: Config) -> None:
 
 
 def _adapted_modules(config: Config) -> tuple[list[str], str]:
-    """Modules whose adapters versions are, and the digest of the weights that these are beside; none: whole weights."""
+    """Modules that have adapters, and the digest of the base weights; ([], "") if versions are whole weights."""
     if not sends_adapters(config):
         return [], ""
     path = config.model.path

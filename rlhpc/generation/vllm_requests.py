@@ -1,6 +1,6 @@
-"""A request in vLLM's terms: its sampling parameters, the versions of its tokens, and the rollout that comes of it.
+"""A request in vLLM's terms: its sampling parameters, the versions of its tokens, and the resulting rollout.
 
-Input: RolloutRequest, and what vLLM has sampled.  Output: vllm.SamplingParams; Rollout.
+Input: RolloutRequest, and vLLM's output.  Output: vllm.SamplingParams; Rollout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhpc.protocol.types import FinishReason, Float32, Int32, Prefix, Rollout, 
 
 # ----------------------------------------------------------------------------------------------------- finished request
 #
-# Join what an engine has sampled to the request, and to the prefix it continued.
+# Join an engine's sampled tokens with the request, and with the prefix that it continued.
 #
 # Input: RolloutRequest and the engine's arrays.  Output: Rollout.
 
@@ -36,7 +36,7 @@ class FinishedRequest:
 
     @classmethod
     def of_vllm(cls, completion: PartialCompletion, versions: Int32) -> FinishedRequest:
-        """Convert what vLLM has sampled, asked for with logprobs=0 and flat_logprobs."""
+        """Convert vLLM's output, requested with logprobs=0 and flat_logprobs."""
         flat, logprobs = completion.logprobs, np.empty(0, np.float32)
         if completion.token_ids:
             logprobs = np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices)]
@@ -45,15 +45,15 @@ class FinishedRequest:
 
     @classmethod
     def nothing(cls, reason: str) -> FinishedRequest:
-        """No token was sampled."""
+        """A request of which no token was sampled."""
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), reason)
 
 
 def searched(request: RolloutRequest, decode: Decode) -> tuple[RolloutRequest, StopSearch]:
-    """Begin the search for the request's stop strings, with its prefix; return the request without what is behind one.
+    """Begin the search for the request's stop strings, with its prefix; return the request, its prefix cut behind one.
 
-    A prefix with a stop string, which a run has that was resumed with other ones, is a whole completion: the search has
-    an end, and nothing is to be sampled.
+    A prefix with a stop string (from a run resumed with other stop strings) is a whole completion: the search has an
+    end, and nothing is to be sampled.
     """
     sampling, prefix = request.sampling, request.prefix
     search = StopSearch(decode, sampling.stop_strings)
@@ -69,8 +69,8 @@ def searched(request: RolloutRequest, decode: Decode) -> tuple[RolloutRequest, S
 def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
     """The whole completion, prefix included.
 
-    Raises EngineError if arrays disagree, the reason is unknown, or a log-probability is not finite: then the logits
-    were not, and the step of every rollout that is trained beside this one would be skipped.
+    Raises EngineError if arrays disagree, the reason is unknown, or a log-probability is not finite: the logits were
+    not finite then, and the whole step that trains this rollout would be skipped.
     """
     length = len(finished.token_ids)
     if len(finished.logprobs) != length or len(finished.versions) != length:
@@ -103,12 +103,12 @@ def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
 
 
 def prefix_of(rollout: Rollout) -> Prefix:
-    """The rollout's tokens as a prefix of one that another generator continues."""
+    """The rollout's tokens as a prefix for another generator to continue."""
     return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
 
 
 def prefix_of_failed(prefix: Prefix | None, rollout: Rollout) -> Prefix | None:
-    """What another try goes on from: the rollout, or the prefix that it failed to repeat to the end; None: no turn."""
+    """Prefix for another try: the rollout, or the prefix that it did not repeat to the end; None: no turn."""
     if not rollout.loss_mask.any():
         return prefix
     num_tokens = len(rollout.token_ids)
@@ -117,13 +117,13 @@ def prefix_of_failed(prefix: Prefix | None, rollout: Rollout) -> Prefix | None:
 
 
 def prefix_up_to(rollout: Rollout, version: int) -> Prefix:
-    """The tokens before the first that a later version has sampled; versions never decrease."""
+    """The tokens before the first one sampled by a later version; versions never decrease."""
     end = int(np.searchsorted(rollout.versions, version, side="right"))
     return Prefix(rollout.token_ids[:end], rollout.behaviour_logprobs[:end], rollout.versions[:end])
 
 
 def piece_of(request: RolloutRequest, sampled: FinishedRequest, start: int) -> Prefix:
-    """The completion so far, from token `start` on; sampled: what lies behind the prefix, and not before `start`."""
+    """The completion so far, from token `start` on; sampled: tokens behind the prefix, not before `start`."""
     own, prefix = Prefix(sampled.token_ids, sampled.logprobs, sampled.versions), request.prefix
     if prefix is None or start >= request.num_done:
         return own
@@ -152,11 +152,11 @@ class VersionRecord:
     """The versions of one request in flight."""
 
     def __init__(self, policy_version: int) -> None:
-        """A request submitted while `policy_version` is live."""
+        """policy_version: live when the request is submitted."""
         self._starts: list[tuple[int, int]] = [(policy_version, 0)]  # (version, its first token)
 
     def weights_changed(self, policy_version: int, num_tokens: int) -> None:
-        """Tokens from `num_tokens` on are of `policy_version`."""
+        """Record that tokens from `num_tokens` on are of `policy_version`."""
         self._starts.append((policy_version, num_tokens))
 
     def versions(self, num_tokens: int) -> Int32:
@@ -175,29 +175,29 @@ class InFlight:
     record: VersionRecord
     is_submitted: bool = False
     has_output: bool = False
-    is_aborted: bool = False  # by who asked for it
-    begins_anew: bool = False  # it had no token when weights changed: it is aborted by us, to be submitted again
+    is_aborted: bool = False  # by its caller
+    begins_anew: bool = False  # had no token when weights changed: aborted by us, to be submitted again
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    came_back: asyncio.Event = field(default_factory=asyncio.Event)  # from vLLM, of one that begins anew
-    aborting: asyncio.Future[None] | None = None  # of one that begins anew: until it has come back
+    came_back: asyncio.Event = field(default_factory=asyncio.Event)  # vLLM has returned a request that begins anew
+    aborting: asyncio.Future[None] | None = None  # aborts a request that begins anew, until it has come back
 
     def submit(self, policy_version: int) -> None:
-        """It is given to vLLM now, while this version is live."""
+        """Record that the request is passed to vLLM now, while this version is live."""
         self.record, self.is_submitted = VersionRecord(policy_version), True
 
     def begin_anew(self) -> None:
-        """Whatever vLLM makes of it does not count: its prompt may be in the cache under an older version's name."""
+        """Ignore vLLM's output and submit again: the prompt may be in the cache under an older version's name."""
         self.begins_anew = True
         self.came_back.clear()
 
     def may_keep(self) -> bool:
-        """Whether the output that is here now counts; asked once per output."""
+        """Return whether the output just received counts; called once per output."""
         self.came_back.set()
         self.is_submitted, self.begins_anew = not self.begins_anew, False
         return self.is_submitted
 
     def end(self) -> None:
-        """Nothing more happens to it."""
+        """Set the events: the request has ended."""
         self.ended.set()
         self.came_back.set()
 
@@ -222,8 +222,8 @@ def vllm_sampling_params(
     return SamplingParams(
         max_tokens=sampling.max_tokens - request.num_done,
         temperature=sampling.temperature,
-        # The whole distribution: log-probabilities over a part of it would be renormalised, the trainer's are not, and
-        # every importance ratio would be too small by the mass that was kept.
+        # The whole distribution: log-probabilities over a part of it would be renormalised, unlike the trainer's, and
+        # every importance ratio would be too small by the factor of the kept mass.
         top_p=1.0,
         top_k=0,
         stop_token_ids=sorted({*sampling.stop_token_ids, *model_stop_token_ids}),
@@ -234,12 +234,12 @@ def vllm_sampling_params(
         seed=None if run_seed is None else sample_seed(run_seed, request),
         # Cheaper than a stream, and vLLM keeps everything until the end.
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # nobody else has them
+        skip_clone=True,  # not shared
     )
 
 
 def scoring_params() -> Any:
-    """Parameters for a row whose own tokens are to be scored: the one that vLLM samples after them is not used."""
+    """Parameters for scoring a row's own tokens; the one token that vLLM samples after them is not used."""
     # As above.
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -281,7 +281,7 @@ def end_of_sequence_ids(model: Path) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """Log-probabilities of some tokens, as vLLM keeps those of all."""
+    """Log-probabilities of some tokens, in the form of vLLM's flat log-probabilities."""
 
     logprobs: list[float]
     start_indices: Sequence[int]
@@ -289,7 +289,7 @@ class FlatPart:
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """The fields of vLLM's CompletionOutput that we read, of a request that may not have ended."""
+    """The fields of vLLM's CompletionOutput that we read; the request may not have ended."""
 
     token_ids: list[int]
     logprobs: Any  # flat

@@ -32,7 +32,7 @@ from rlhpc.protocol.errors import EngineError
 # Turn a run's configuration into vLLM's engine arguments and environment.
 #
 # Input: Config.  Output: keyword arguments of AsyncEngineArgs and environment variables.  Pure: reads and sets nothing.
-# All differences between CPU and CUDA on vLLM's side are here.
+# All differences between CPU and CUDA in vLLM's settings are here.
 
 
 WORKER_EXTENSION = "rlhpc.generation.weight_updates.WeightUpdateExtension"
@@ -41,9 +41,9 @@ SEVERAL_WORKERS = "rlhpc.generation.vllm_start.ShieldedExecutor"
 CPU_KV_CACHE_BYTES = 256 << 20
 CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
 CPU_BATCHED_TOKENS = 2048  # vLLM's default there
-# Its kernels compute whole blocks, and a short sequence pays for all of vLLM's default of 128; long ones lose nothing.
+# CPU kernels compute whole blocks: a short sequence pays for all of vLLM's default of 128; long ones lose nothing.
 CPU_BLOCK_TOKENS = 32
-# vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and uses it for nothing else when the
+# vLLM refuses to start if less than gpu_memory_utilization of a GPU is free, and uses the value for nothing else if the
 # cache's size is given: a trainer on the same GPU may start before, after, or meanwhile.
 NEXT_TO_NOTHING = 0.01
 
@@ -68,13 +68,13 @@ CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
 }
 CUDA_ENVIRONMENT = {
-    # Its sampler is compiled with nvcc, which few nodes have, and says nothing of processed log-probabilities.
+    # FlashInfer's sampler needs nvcc, which few nodes have, and does not return processed log-probabilities.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # So is its sum over tensor-parallel ranks, vLLM's first choice on Hopper and Blackwell: without nvcc the first
-    # small batch ends the engine, since only the making of its memory is tried (flashinfer_all_reduce.py of 0.32).
+    # So does its all-reduce, vLLM's first choice on Hopper and Blackwell: without nvcc the first small batch ends the
+    # engine, since vLLM only tries to allocate its workspace (flashinfer_all_reduce.py of 0.32).
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
-# Kernels whose result for one sequence does not depend on the others of the batch, and so not on when they arrived.
+# Kernels whose result for a sequence does not depend on the rest of the batch, and so not on arrival times.
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 # Otherwise vLLM's CPU platform turns the executor "uni" into "mp", which is one process more.
 ONE_WORKER_ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -82,20 +82,20 @@ ONE_WORKER_ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """How to start vLLM."""
+    """vLLM's engine arguments and environment."""
 
     engine_args: dict[str, Any]  # for AsyncEngineArgs
     environment: dict[str, str]  # to be set before vllm is imported
-    # Its core runs in this process (vllm_core.py).  Not on CUDA: there it has not been tried.
+    # The core runs in this process (vllm_core.py).  Not on CUDA, where it has not been tried.
     is_in_process: bool = False
 
 
 def engine_profile(
     config: Config, *, seed: int, device: str, is_apart: bool = False, adapted: Iterable[str] = ()
 ) -> EngineProfile:
-    """The profile of one replica.  device: "cpu" or "cuda".  is_apart: in processes of its own whatever the device.
+    """The profile of one replica.  device: "cpu" or "cuda".  is_apart: in processes of its own on any device.
 
-    adapted: modules whose adapters it holds.  Raises EngineError if run.deterministic=true cannot be kept there.
+    adapted: modules with adapters.  Raises EngineError if run.deterministic=true is impossible on the device.
     """
     is_cpu = device == "cpu"
     environment = dict(COMMON_ENVIRONMENT)
@@ -119,16 +119,16 @@ def engine_profile(
 
 
 def card_args(profile: EngineProfile, *, capability: int, can_compile: bool) -> dict[str, Any]:
-    """Engine arguments in place of the profile's, for what vLLM does not do right by itself on some cards.
+    """Engine arguments that correct vLLM's own choices on some cards.
 
     capability: major number of the card's compute capability; 0: none.  can_compile: vLLM's has_flashinfer().
     """
     is_16_bit = profile.engine_args["dtype"] != "float32"
     if capability == 10 and is_16_bit and not can_compile:
-        # It would take FlashInfer's attention, whose kernels cannot be had; this is the next on its list.
+        # vLLM would take FlashInfer's attention, whose kernels cannot be compiled here; this is the next on its list.
         return {"attention_backend": "FLASH_ATTN"}
     if capability == 8 and is_16_bit and BATCH_INVARIANT.items() <= profile.environment.items():
-        # There its batch-invariant products replace those of cuBLAS, and there is none of 16 bits into float32.
+        # On these cards batch-invariant products replace those of cuBLAS, and none multiplies 16 bits into float32.
         return {"hf_overrides": {"head_dtype": "model"}}
     return {}
 
@@ -142,17 +142,17 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
         "max_model_len": generation.max_tokens,
         "max_num_seqs": generation.max_num_seqs,
         "tensor_parallel_size": generation.tensor_parallel,
-        # A row that is scored to compare trainer and engine must not wait behind rollouts that wait (vllm_engine.py);
-        # among themselves these go in the order of their arrival, as by vLLM's default.
+        # A row that is scored to compare trainer and engine must not wait behind queued rollouts (vllm_engine.py);
+        # rollouts keep the order of their arrival, vLLM's default.
         "scheduling_policy": "priority",
         "enable_prefix_caching": generation.prefix_caching,
         # Tokens in, tokens out: the role handles text.
         "skip_tokenizer_init": True,
-        # The distribution that was sampled from, after temperature, top-k and top-p.
+        # Log-probabilities of the sampling distribution, after temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
         # The checkpoint's generation_config.json must not change how we sample.
         "generation_config": "vllm",
-        # The trainer's logits are float32.  Those of a bfloat16 head move log-probabilities, and so every ratio.
+        # The trainer's logits are float32.  Those of a bfloat16 head would shift log-probabilities, and so every ratio.
         "hf_overrides": {"head_dtype": "float32"},
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
@@ -165,7 +165,7 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
 
 
 def _adapter_args(config: Config, names: list[str]) -> dict[str, Any]:
-    """names: last parts of the names of adapted modules; no other layer pays for adapters."""
+    """Engine arguments for adapters; names: last parts of the adapted modules' names, so that no other layer pays."""
     rank = min(each for each in ENGINE_RANKS if each >= config.lora.rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": names}
 
@@ -178,9 +178,9 @@ def _cpu_args(config: Config) -> dict[str, Any]:
         "kv_cache_memory_bytes": generation.kv_cache_bytes or CPU_KV_CACHE_BYTES,
     }
     if config.has_seeded_samples:
-        # A prompt that is split over two steps draws a token for its first part, too.  vLLM then turns the request's
-        # generator back by an offset, which those of the CPU do not have: the engine dies.  So each is taken whole,
-        # and a step has room for one beside all that are running.
+        # vLLM draws a token also for the first part of a prompt that is split over two steps, and then rewinds the
+        # request's random generator by an offset, which CPU generators lack: the engine dies.  So prompts are not
+        # split, and a step has room for one beside all running requests.
         longest = generation.max_tokens
         given = generation.max_num_batched_tokens or CPU_BATCHED_TOKENS
         args |= {
@@ -215,16 +215,16 @@ NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalShield:
-    """The signals of one process; call its methods on the main thread, otherwise signals stay as they are."""
+    """Signal handling of one process; its methods have no effect outside the main thread."""
 
     def __init__(self) -> None:
-        """Ignores nothing yet."""
+        """Ignore nothing yet."""
         self._handlers: dict[signal.Signals, Any] = {}
 
     def follow(self, generator_pid: int) -> None:
-        """Ignore the scheduler's signals, which the generator handles; end when it ends, in a direct child of it.
+        """Ignore the scheduler's signals, which the generator handles; in its direct child, also end when it ends.
 
-        Other processes of an engine end with the one that has started them: vLLM sees to that.
+        vLLM ends an engine's other processes with their parent.
         """
         if threading.current_thread() is threading.main_thread():
             self._handlers = {notice: signal.signal(notice, signal.SIG_IGN) for notice in NOTICES}
@@ -241,11 +241,11 @@ class SignalShield:
 #
 # vLLM's multi-worker executor, in a core process whose lifetime is tied to the generator, like its workers.
 #
-# An engine with one worker has it in the core's process, where the worker extension serves both.
+# With one worker, worker and core are one process, and the worker extension serves both.
 
 
 class ShieldedExecutor(MultiprocExecutor):
-    """Named to vLLM by distributed_executor_backend; it passes on what the worker extension is asked."""
+    """Executor for vLLM's distributed_executor_backend; forwards calls of the worker extension."""
 
     _rlhpc_shield: SignalShield | None = None
 
@@ -257,7 +257,7 @@ class ShieldedExecutor(MultiprocExecutor):
         kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Do as vLLM's on the core's main thread; the two calls about the generator are obeyed here as well."""
+        """Call vLLM's, on the core's main thread; the two calls about the generator are also executed here."""
         if method == "rlhpc_follow_parent":
             self._rlhpc_shield = SignalShield()
             self._rlhpc_shield.follow(*args)
@@ -272,7 +272,7 @@ class ShieldedExecutor(MultiprocExecutor):
 log = logging.getLogger("rlhpc.generation")
 
 SHUTDOWN_S = 2.0  # an engine on a GPU takes longer, but has nothing to save; Ctrl-C must end everything within ten
-# Of vLLM 0.26's two model runners the one that was tried on GPUs; later vLLMs name versions of weights.
+# The one of vLLM 0.26's two model runners that was tried on GPUs; later vLLMs have versions of weights.
 TRIED_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SAFE_PATH = "PYTHONSAFEPATH"
 
@@ -280,7 +280,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 def start_vllm(profile: EngineProfile) -> tuple[RunningCore, list[psutil.Process]]:
     """Start an engine; blocks for seconds (CPU) to minutes (CUDA).  Sets the profile's variables in os.environ.
 
-    It has processes of its own, unless the profile says that its core runs in this one (vllm_core.py).
+    The engine has processes of its own, unless profile.is_in_process.
 
     Must run on the main thread: the engine's process is set to die with the thread that started it.
     Raises EngineError if the engine does not start; its processes are gone then.
@@ -303,7 +303,7 @@ def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Running
 
     if profile.is_in_process:
         with loading_libraries():  # vLLM loads most of itself while it starts, then collects
-            import torch._dynamo.config  # has read its environment if somebody has compiled here
+            import torch._dynamo.config  # may have read its environment already
 
             torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
             return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
@@ -317,7 +317,7 @@ def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Running
 
 @contextlib.contextmanager
 def _children_search_no_directory() -> Iterator[None]:
-    """Let Pythons that start meanwhile import no random.py from here: vLLM looks at a model by `python -m`."""
+    """Keep child Pythons from importing a random.py of this directory: vLLM inspects a model by `python -m`."""
     theirs = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -342,7 +342,7 @@ def stop_vllm(llm: RunningCore, processes: list[psutil.Process]) -> None:
     """End the engine: by shutdown, then by force.  Blocks for at most a few seconds."""
     try:
         llm.shutdown(timeout=SHUTDOWN_S)
-    except Exception:  # whatever it raises, its processes are ended by force
+    except Exception:  # any error: its processes are then ended by force
         log.warning("vLLM did not shut down cleanly", exc_info=True)
     stop_processes(processes)
 
@@ -370,7 +370,7 @@ def num_gpus_here() -> int:
 
 
 def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:
-    """The sample window of an engine that has sized its KV cache."""
+    """The sample window of an engine, from the size of its KV cache."""
     cache = vllm_config.cache_config
     return SampleWindow(
         kv_tokens=getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size,
@@ -381,7 +381,7 @@ def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:
 
 
 def _for_the_card_here(profile: EngineProfile) -> EngineProfile:
-    # As in start_vllm.  NVML is asked: no CUDA context comes into being in this process.
+    # As in start_vllm.  Uses NVML: no CUDA context is created in this process.
     from vllm.platforms import current_platform
     from vllm.utils.flashinfer import has_flashinfer
 
@@ -391,7 +391,7 @@ def _for_the_card_here(profile: EngineProfile) -> EngineProfile:
 
 
 def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:
-    """New descendants of this process; python's resource tracker serves the whole process and stays."""
+    """New descendants of this process, without Python's resource tracker, which serves the whole process."""
     return [child for child in set(psutil.Process().children(recursive=True)) - before if not _is_tracker(child)]
 
 

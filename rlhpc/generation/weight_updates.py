@@ -3,9 +3,9 @@
 In this file: a count of preemptions; the link that receives on a worker's thread; the worker's extension; the switch
 that pauses sampling; the choice of staging; the engine's side.
 
-In each worker, WeightUpdateExtension, which vLLM mixes into its own class: it receives on a thread and loads.  It is
-called by name over collective_rpc, with JSON for arguments (tensors do not survive vLLM's msgpack).  Beside the engine,
-WeightUpdates, which tells the workers what to do and when.
+In each worker: WeightUpdateExtension, which vLLM mixes into its own class; it receives on a thread, and loads.  It is
+called by name over collective_rpc, with JSON for arguments (tensors do not survive vLLM's msgpack).  Beside the engine:
+WeightUpdates, which directs the workers.
 
 Input: WeightGroup and WeightManifest; output: WeightTiming.  States of an engine's weights:
 
@@ -64,10 +64,10 @@ from rlhpc.weights.memory import (
 
 # ----------------------------------------------------------------------------------------------------- preemption count
 #
-# Count requests that vLLM's scheduler throws out of a full KV cache.
+# Count requests that vLLM's scheduler preempts for lack of KV cache.
 #
-# Input: what the scheduler tells a model runner before each step.  vLLM's own statistics hold the number too, but cost
-# its front end 14 % of its time on a small model, since they look at every token of every request.
+# Input: the scheduler's output for a model runner before each step.  vLLM's own statistics have the number, too, but
+# cost its front end 14 % of its time on a small model, since they process every token of every request.
 
 
 class PreemptionCount:
@@ -92,13 +92,13 @@ class PreemptionCount:
 #
 # Input: WeightGroup and WeightManifest.  Two ways to stage a version:
 #
-#     shadow   it is received whole while the worker decodes, and handed out once its checksums agree
+#     shadow   received whole while the worker decodes, and handed out once its checksums agree
 #     paused   the first bucket is received while the worker decodes; then the link is READY and waits for permission.
 #              The engine stops sampling and permits: every bucket is loaded as it arrives, in this thread
 #
-# One task at a time; a task is started, gives notice when it is READY and when it has ended, is polled then, and its
-# outcome stays until the next one is started.  Guarantee: before permission nothing of the model is touched.  Knows
-# nothing of vLLM.
+# One task at a time: it is started, gives notice when READY and when it has ended, and is then polled; its
+# outcome stays until the next one is started.  Guarantee: before permission the model is not touched.  Independent of
+# vLLM.
 
 
 BUSY, READY, DONE, FAILED, TORN = "busy", "ready", "done", "failed", "torn"
@@ -107,7 +107,7 @@ Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
 def write_notice(pipe: str) -> None:
-    """Write a byte into a named pipe, unless nobody reads it any more or it is full: then there are others in it."""
+    """Write a byte into a named pipe, unless it has no reader, or is full of earlier notices."""
     with suppress(OSError):
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -117,7 +117,7 @@ def write_notice(pipe: str) -> None:
 
 
 class WeightLink:
-    """A WeightReceiver and the thread that waits for it."""
+    """A WeightReceiver and its thread."""
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class WeightLink:
         refuse: Refuse = lambda manifest: None,
         give_notice: Callable[[], None] = lambda: None,
     ) -> None:
-        """The link owns the receiver from now on; its thread works on the scope's device and stream.
+        """Take over the receiver; the thread works on the scope's device and stream.
 
         shadow: memory in which versions are received whole; it outlives the link.
         permit_s: how long a version that is ready waits for permission.
-        refuse: asked for every version before its first bucket; what it raises reaches the publisher as a refusal.
-        give_notice: called in the thread when there is something new to poll.
+        refuse: called for every version before its first bucket; its errors reach the publisher as a refusal.
+        give_notice: called in the thread when there is a new state to poll.
         """
         self._receiver, self._scope, self._shadow = receiver, scope, shadow
         self._permit_s, self._refuse, self._give_notice = permit_s, refuse, give_notice
@@ -145,7 +145,7 @@ class WeightLink:
         self._permission = threading.Event()
 
     def begin_join(self, group: WeightGroup, rank: int) -> tuple[str, str]:
-        """Start joining the group.  Returns what poll() would, or FAILED if an abandoned task still runs."""
+        """Start joining the group.  Returns the state as poll(), or FAILED if an abandoned task still runs."""
         return self._start(lambda: self._receiver.join(group, rank))
 
     def begin_shadow(self, manifest: WeightManifest) -> tuple[str, str]:
@@ -160,11 +160,11 @@ class WeightLink:
         return self._start(lambda: self._load_arriving(manifest, load))
 
     def permit(self) -> None:
-        """The engine is paused: the version that is ready may be loaded."""
+        """Permit loading of the ready version: the engine is paused."""
         self._permission.set()
 
     def give_up(self) -> None:
-        """Another worker of this engine failed: let the rest of the version pass without loading it."""
+        """Skip the rest of the version, since another worker of this engine failed."""
         self._is_given_up = True
         self._permission.set()
 
@@ -196,13 +196,13 @@ class WeightLink:
                 raise GroupFailed("cancelled: nothing was loaded")
             tensors = named_tensors(manifest, itertools.chain(self._handed_over(first), arriving))
             load(self._unless_given_up(tensors))
-            for _ in tensors:  # the end of it, where checksums are compared, must be reached
+            for _ in tensors:  # to the end, where checksums are compared
                 raise TornWeights(f"version {manifest.policy_version}: not all of it was loaded")
 
     def _await_permission(self) -> None:
-        """Check the publisher meanwhile: on a GPU the engine waits for the bucket that is under way.
+        """Wait for permission, and check the publisher: on a GPU the engine waits for the bucket that is under way.
 
-        That is a kernel of NCCL, which ends with its publisher's data or when this thread leaves the group.
+        That bucket is a kernel of NCCL, which ends with the publisher's data or when this thread leaves the group.
         """
         deadline = Deadline(self._permit_s)
         while not self._permission.wait(LOOK_S):
@@ -213,19 +213,19 @@ class WeightLink:
 
     @staticmethod
     def _handed_over(blocks: list[Tensor]) -> Iterator[Tensor]:
-        """Yield them without keeping them: a block is freed when its tensors are."""
+        """Yield tensors without keeping them, so that their block can be freed."""
         while blocks:
             yield blocks.pop(0)
 
     def _unless_given_up(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for tensor in tensors:
-            if self._is_given_up:  # perhaps while this one was awaited, or while another link was loading
+            if self._is_given_up:  # perhaps set while this tensor was awaited, or another link was loading
                 raise GroupFailed("given up")
             yield tensor
 
     def _start(self, task: Callable[[], None]) -> tuple[str, str]:
         if self._outcome[0] == BUSY:
-            return FAILED, "the previous task of this member has not ended"  # to wait here would stop decoding
+            return FAILED, "the previous task of this member has not ended"  # waiting here would stop decoding
         self._outcome, self._is_ready, self._is_given_up = (BUSY, ""), False, False
         self._permission.clear()
         self._thread = threading.Thread(target=self._run, args=(task,), name="weights", daemon=True)
@@ -258,7 +258,7 @@ NO_GROUP = (FAILED, "this worker is in no weight group")
 
 
 class WeightUpdateExtension:
-    """Methods of a vLLM worker process.  The attributes below are the worker's."""
+    """Methods added to vLLM's worker class.  The attributes below are the worker's."""
 
     if TYPE_CHECKING:
         rank: int
@@ -274,20 +274,20 @@ class WeightUpdateExtension:
     _rlhpc_loading: threading.Lock
     _rlhpc_reload: WeightReload
     _rlhpc_slot: AdapterSlot | None = None  # None: versions are whole weights
-    _rlhpc_manifest: WeightManifest  # of the version that was begun last
+    _rlhpc_manifest: WeightManifest  # of the latest version
     _rlhpc_shield: SignalShield | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
         """Follow the generator, which has this pid (vllm_start.py); start counting.
 
-        Where it has several workers their core obeys, too (vllm_start.py).
+        With several workers, the core's process follows, too (vllm_start.py).
         """
         self._rlhpc_preemptions = PreemptionCount(self.model_runner)
         self._rlhpc_shield = SignalShield()
         self._rlhpc_shield.follow(parent_pid)
 
     def rlhpc_hold_adapters(self, rank: int, modules: list[str], base: str) -> None:
-        """Versions are adapters of this rank and these modules from now on; base: digest of the weights held here."""
+        """Expect adapters of this rank and these modules from now on; base: digest of the weights held here."""
         self._rlhpc_slot = AdapterSlot(self.model_runner, rank=rank, modules=modules, base=base)
 
     def rlhpc_heed_signals(self) -> None:
@@ -300,13 +300,13 @@ class WeightUpdateExtension:
         return device_id(self.device)
 
     def rlhpc_num_preemptions(self) -> int:
-        """Requests that were thrown out of the KV cache since rlhpc_follow_parent."""
+        """Number of preempted requests since rlhpc_follow_parent."""
         return self._rlhpc_preemptions.total if self._rlhpc_preemptions is not None else 0
 
     def rlhpc_begin_join(self, group_json: str, member: str, timeout_s: float, notices: str) -> tuple[str, str]:
-        """Start joining a membership epoch, after leaving the previous one.  Returns what rlhpc_poll would.
+        """Start joining a membership epoch, after leaving the previous one.  Returns as rlhpc_poll.
 
-        notices: a named pipe for a byte whenever rlhpc_poll has something new to say.
+        notices: a named pipe that gets a byte whenever rlhpc_poll has a new state.
         """
         self.rlhpc_leave()
         group = msgspec.json.decode(group_json, type=WeightGroup)
@@ -328,7 +328,7 @@ class WeightUpdateExtension:
         return self._rlhpc_link.begin_join(group, group.first_rank(member) + self.rank)
 
     def rlhpc_begin_receive(self, manifest_json: str, staging: str) -> tuple[str, str]:
-        """Start receiving, into a "shadow" or "paused".  Returns what rlhpc_poll would."""
+        """Start receiving; staging: "shadow" or "paused".  Returns as rlhpc_poll."""
         if self._rlhpc_link is None:
             return NO_GROUP
         self._rlhpc_manifest = manifest = msgspec.json.decode(manifest_json, type=WeightManifest)
@@ -337,11 +337,11 @@ class WeightUpdateExtension:
         return self._rlhpc_link.begin_paused(manifest, functools.partial(self._rlhpc_load_arriving, manifest))
 
     def rlhpc_poll(self) -> tuple[str, str]:
-        """State and message of what was begun last."""
+        """State and message of the latest task."""
         return NO_GROUP if self._rlhpc_link is None else self._rlhpc_link.poll()
 
     def rlhpc_load(self) -> None:
-        """Load the shadow.  Must run while nothing is sampled; if it raises the model is neither old nor new."""
+        """Load the shadow.  Must run while nothing is sampled; if it raises, the model is neither old nor new."""
         if self._rlhpc_link is None:
             raise GroupFailed(NO_GROUP[1])
         weights = self._rlhpc_link.take()
@@ -353,17 +353,17 @@ class WeightUpdateExtension:
         self._rlhpc_finish_kernels()
 
     def rlhpc_way_of_loading(self) -> str:
-        """How versions are loaded that come whole; "" before the first."""
+        """Method by which whole versions are loaded; "" before the first."""
         return self._rlhpc_reload.way if self._rlhpc_slot is None else str(self._rlhpc_slot)
 
     def rlhpc_permit(self) -> None:
-        """Sampling has stopped: load what is ready as it arrives."""
+        """Load the ready version as it arrives: sampling has stopped."""
         self._rlhpc_finish_kernels()
         if self._rlhpc_link is not None:
             self._rlhpc_link.permit()
 
     def rlhpc_give_up(self) -> None:
-        """Another worker of this engine failed: let the rest of the version pass."""
+        """Skip the rest of the version, since another worker of this engine failed."""
         if self._rlhpc_link is not None:
             self._rlhpc_link.give_up()
 
@@ -375,14 +375,14 @@ class WeightUpdateExtension:
             raise GroupFailed(f"version {manifest.policy_version} is an adapter, and this engine holds whole weights")
 
     def _rlhpc_load_arriving(self, manifest: WeightManifest, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        with self._rlhpc_loading:  # an abandoned task may not have ended: the next one waits for it
+        with self._rlhpc_loading:  # the next task waits for an abandoned one that has not ended
             if self._rlhpc_slot is not None:
                 self._rlhpc_slot.load(weights, manifest)
             else:
                 self._rlhpc_reload.load_arriving(weights)
 
     def _rlhpc_finish_kernels(self) -> None:
-        """Decoding and loading are on different streams: neither may begin before the other has ended."""
+        """Wait for the GPU: decoding and loading are on different streams, and must not overlap."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -439,11 +439,11 @@ class PauseSwitch:
 #
 # Choose how an engine stages new weights: a shadow in host memory, or paused loading (docs/decisions/015).
 #
-# Pure but for free_host_bytes(), which asks the machine.
+# Pure, except free_host_bytes(), which reads the machine's state.
 
 
 SHADOW_SHARE = (
-    0.5  # of free host memory that shadows of all engines of a node may take; the trainer's copies come later
+    0.5  # share of free host memory for the shadows of all engines of a node; the trainer's copies come later
 )
 UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 
@@ -451,7 +451,7 @@ UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 def choose_staging(setting: str, *, on_cpu: bool, model_bytes: int, num_shadows: int, free_bytes: int) -> str:
     """ "shadow" or "paused".
 
-    setting: weights.staging.  num_shadows: how many workers of this node may each need one.
+    setting: weights.staging.  num_shadows: number of workers of this node that may need a shadow.
     """
     if setting != "auto":
         return setting
@@ -461,7 +461,7 @@ def choose_staging(setting: str, *, on_cpu: bool, model_bytes: int, num_shadows:
 
 
 def free_host_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory still available to this process: of the machine, or of its cgroup's limit."""
+    """Host memory available to this process: the machine's, or less by its cgroup's limit."""
     free = int(psutil.virtual_memory().available)
     for limit, used in _cgroup_limits(proc, groups):
         free = min(free, max(0, limit - used))
@@ -503,7 +503,7 @@ def _limit(directory: Path, limit_name: str, used_name: str) -> list[tuple[int, 
 
 
 log = logging.getLogger("rlhpc.generation")
-NOTICE_S = 1.0  # then workers are asked though none has given notice: one may have died
+NOTICE_S = 1.0  # then workers are polled without a notice: one may have died
 UPDATE = "update"  # holder name of the pause
 BEGUN = [(BUSY, "")]  # the state of a worker that was just resumed
 
@@ -511,14 +511,14 @@ Result = TypeVar("Result")
 
 
 class WorkerNotices:
-    """A named pipe into which a worker writes a byte when it has something new to say.
+    """A named pipe into which a worker writes a byte when it has a new state.
 
-    Workers cannot be awaited: a call of one that does not return at once stands in the way of the next decoding step,
-    and one that is repeated every few milliseconds costs each step in between.
+    Workers cannot be awaited: a call that does not return at once delays the next decoding step, and polling every few
+    milliseconds costs each step in between.
     """
 
     def __init__(self) -> None:
-        """Make the pipe; the event loop that runs reads it."""
+        """Make the pipe; the running event loop reads it."""
         self._directory = Path(tempfile.mkdtemp(prefix="rlhpc-notices-"))
         self.pipe = self._directory / "pipe"
         os.mkfifo(self.pipe, 0o600)
@@ -528,14 +528,14 @@ class WorkerNotices:
         self._loop.add_reader(self._descriptor, self._read)
 
     async def next(self) -> None:
-        """Return when one has come since the last call, or after NOTICE_S."""
+        """Wait for a notice since the last call, for at most NOTICE_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NOTICE_S):
                 await self._have_come.wait()
         self._have_come.clear()
 
     def close(self) -> None:
-        """Notices of workers go nowhere from now on."""
+        """Remove the pipe: later notices of workers are lost."""
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)
         self.pipe.unlink()
@@ -562,12 +562,12 @@ class WeightUpdates:
     ) -> None:
         """call: awaits a call of vLLM; raises EngineError.
 
-        adopt: records a version that is loaded from now on, given the number of tokens of each request that has one.
+        adopt: records a loaded version, given the number of tokens of each request that has one.
         """
         self._llm, self._call, self._switch, self._adopt = llm, call, switch, adopt
         self._config, self._clock = config, clock
         self._updating = asyncio.Lock()
-        self._staging = ""  # chosen when the size of the model is known, and kept
+        self._staging = ""  # chosen once, when the size of the model is known
         self._notices = WorkerNotices()
         self._has_told_way = False
         self.num_preemptions = 0  # of requests, up to the last version
@@ -604,11 +604,11 @@ class WeightUpdates:
         await self._rpc("rlhpc_leave")
 
     def close(self) -> None:
-        """The engine ends."""
+        """Stop reading notices: the engine ends."""
         self._notices.close()
 
     async def _load_shadow(self, version: int) -> float:
-        """Load what was received whole.  Returns the seconds in which no token could be sampled."""
+        """Load the version that was received whole.  Returns the seconds in which no token could be sampled."""
         began = self._clock()
         await self._switch.hold(UPDATE)
         await self._rpc("rlhpc_load")  # if it fails the engine is dead
@@ -620,9 +620,9 @@ class WeightUpdates:
         return pause_s
 
     async def _load_arriving(self, version: int, name: str) -> float:
-        """Stop sampling and load what arrives.  Returns the seconds in which no token could be sampled.
+        """Stop sampling and load buckets as they arrive.  Returns the seconds in which no token could be sampled.
 
-        Raises TornWeights; then the engine stays as it is, and samples nothing.
+        Raises TornWeights; the engine then stays torn, and samples nothing.
         """
         began = self._clock()
         await self._switch.hold(UPDATE)
@@ -636,7 +636,7 @@ class WeightUpdates:
         return self._clock() - began
 
     async def _become(self, version: int) -> None:
-        """Sampling has stopped and the version is loaded: record it and go on."""
+        """Record the loaded version and resume; sampling has stopped."""
         self.is_torn = False
         self.num_preemptions = max(await self._rpc("rlhpc_num_preemptions"))
         if self._config.generation.recompute_kv:
@@ -659,7 +659,7 @@ class WeightUpdates:
         return f"{error}; no token is sampled before a whole version has arrived" if self.is_torn else str(error)
 
     async def _reached(self, wanted: str, states: list[Any], what: str) -> None:
-        """Await the state on every worker.  Raises TornWeights or GroupFailed if one failed."""
+        """Wait until every worker has this state.  Raises TornWeights or GroupFailed if one failed."""
         while any(state == BUSY for state, _ in states):
             await self._notices.next()
             states = await self._rpc("rlhpc_poll")
@@ -674,9 +674,9 @@ class WeightUpdates:
 
 
 async def _undisturbed(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await to the end even if the caller is cancelled, and again: weights must not be partly adopted.
+    """Await the work to its end, however often the caller is cancelled: weights must not be partly adopted.
 
-    Raises CancelledError then, whatever became of the work: the caller would go on with any other error.
+    Raises CancelledError then, whatever the result: after any other error the caller would go on.
     """
     task, cancellation = asyncio.ensure_future(work), None
     while not task.done():

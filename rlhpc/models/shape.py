@@ -15,14 +15,14 @@ from rlhpc.protocol.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------------------ megatron models
 #
-# Which models the layers of rlhpc/training/megatron compute as transformers does, by config.json alone.
+# Models that the layers of rlhpc/training/megatron compute as transformers does, judged by config.json alone.
 #
-# Input: the content of config.json, as it stands there or with transformers' defaults filled in.  Models that would be
-# computed otherwise are refused.  Needs no torch, so that `rlhpc check` and the trainer share it.
+# Input: the content of config.json, with or without transformers' defaults filled in.  Models that would be computed
+# differently are refused.  Needs no torch, so that `rlhpc check` and the trainer share it.
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3")  # others rescale attention or depend on the length of the row
-# The only value of keys that may be missing or null, which means the same.
+# Keys with only one supported value; missing or null means the same.
 _ONLY: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -34,7 +34,7 @@ _ONLY_WITH_EXPERTS: Mapping[str, object] = {"mlp_only_layers": [], "decoder_spar
 
 
 def refuse_unsupported(model: Mapping[str, Any], place: object) -> None:
-    """place: what the error begins with.  Raises ConfigError naming the key, its value and what is legal."""
+    """Raise ConfigError for an unsupported model, naming key, value and legal values; place: of the config."""
     for key, value, legal in _unsupported(model):
         raise ConfigError(
             f"{place}: {key}={value!r}, which trainer.backend='megatron' does not compute; legal: {legal}, or "
@@ -72,7 +72,7 @@ def _unsupported_rotation(model: Mapping[str, Any]) -> Iterator[tuple[str, Any, 
 
 # ------------------------------------------------------------------------------------------------------ parallel layout
 #
-# How a model is sharded over the ranks of the trainer, and which models allow it.
+# Sharding of a model over the ranks of the trainer, and the check whether a model allows it.
 #
 # Input: the [trainer] table and a model's config.json.  Models that cannot be sharded this way are refused.  Needs no
 # torch, so that the planner on a login node and the trainer on its GPUs share it.
@@ -101,7 +101,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> ParallelLayout:
-        """Read it from a validated run file."""
+        """Read the layout from a validated run file."""
         return cls(
             tensor=trainer.tensor_parallel,
             context=trainer.context_parallel,
@@ -176,7 +176,7 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Sum of both."""
         return self.shared + self.experts
 
 
@@ -203,7 +203,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> ModelShape | None:
-        """Read config.json; None for a family whose layers are not known here.  Raises KeyError: a size is missing."""
+        """Read config.json; None for an unknown family.  Raises KeyError: a size is missing."""
         family = model.get("model_type")
         if family not in FAMILIES:
             return None
@@ -237,7 +237,7 @@ class ModelShape:
 
     @property
     def largest_tensor(self) -> int:
-        """Numbers in the largest tensor of the checkpoint."""
+        """Number of elements of the checkpoint's largest tensor."""
         return self.hidden * max(self.vocabulary, self.mlp_width, self.num_heads * self.head_size)
 
     @property
@@ -253,7 +253,7 @@ class ModelShape:
 
     @property
     def largest_module(self) -> int:
-        """Numbers in the largest matrix that an engine puts together from several tensors."""
+        """Number of elements of the largest matrix that an engine joins from several tensors."""
         key_heads = self.num_key_heads * self.head_size
         sizes = [self.hidden * (self.num_heads * self.head_size + 2 * key_heads)]
         sizes += [self._experts(layer) or 2 * self.hidden * self.mlp_width for layer in range(self.num_layers)]
@@ -289,11 +289,11 @@ class ModelShape:
         return shapes
 
     def on_rank(self, layout: ParallelLayout, stage: int) -> RankParameters:
-        """What Megatron holds on each rank of a pipeline stage.
+        """Parameters that Megatron holds on each rank of a pipeline stage.
 
-        Matrices are shared over the tensor ranks; norms, the router and the bias behind a sum are held by each of
-        them; experts are whole, num_experts / expert_parallel of them a rank.  First and last stage each hold an
-        embedding matrix, padded to the tensor ranks; a model that is tied holds one where the two are one stage.
+        Matrices are split over the tensor ranks; norms, the router and the bias after an all-reduce are on each of
+        them; experts are whole, num_experts / expert_parallel per rank.  The first and the last stage each hold an
+        embedding matrix, padded to the tensor ranks; if they are the same stage, a tied model holds only one.
         """
         layers = layers_of_stage(layout, self.num_layers, stage)
         shared = sum(self._layer(layer, layout.tensor) for layer in layers)
@@ -307,7 +307,7 @@ class ModelShape:
         return RankParameters(shared, experts)
 
     def _layer(self, layer: int, tensor: int) -> int:
-        """One layer's part on one of `tensor` ranks, experts left out."""
+        """Parameters of one layer on one of `tensor` ranks, without experts."""
         heads, key_heads = self.num_heads * self.head_size, self.num_key_heads * self.head_size
         qkv = (heads + 2 * key_heads) * (self.hidden + self.has_qkv_bias)
         replicated = 2 * self.hidden + 2 * self.head_size * self.has_qk_norm + self.hidden * self.has_output_bias

@@ -1,8 +1,8 @@
-"""Whether the weight files of an HF checkpoint hold the model that its config.json describes, by their headers alone.
+"""Check by their headers that the weight files of an HF checkpoint hold the model that its config.json describes.
 
 Input: a checkpoint directory and the content of its config.json.  Output: a ConfigError that names the file, the tensor
-and what to do.  Loaders make up what a checkpoint lacks: transformers draws random numbers for it, an engine leaves
-whatever its memory holds.  Reads no numbers, and needs no torch: a login node, the trainer and the engine ask the same.
+and the remedy.  Loaders invent missing tensors: transformers draws random numbers, an engine leaves its memory as it
+is.  Reads no tensor data, and needs no torch: used on login nodes, in the trainer and in the engine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
 
 
 class NotSafetensors(Exception):
-    """What is wrong with a file, without its name."""
+    """Fault of a file, without its name."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Its bytes are begin … end − 1 of the file."""
+    """A tensor in a file, at its bytes begin … end − 1."""
 
     shape: list[int]
     dtype: str  # as the file spells it: F32, BF16, I8, …
@@ -68,7 +68,7 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _COMPUTED = ".rotary_emb.inv_freq"  # older transformers stored it; every loader computes it
-# Parts of names that wrappers leave in what they save, and how the model inside is saved.
+# Parts of names that wrappers leave in saved tensors, and the way to save the inner model.
 _WRAPPERS: Mapping[str, str] = {
     "base_model.model.": "PEFT wraps the model in this: save what merge_and_unload() returns",
     ".base_layer.": "PEFT wraps the model in this: save what merge_and_unload() returns",
@@ -85,14 +85,14 @@ StoredTensors = dict[str, tuple[StoredTensor, Path]]
 def refuse_other_weights(
     directory: Path, model: Mapping[str, Any], others: Mapping[str, Sequence[int]] | None = None
 ) -> None:
-    """model: config.json.  others: shapes by name of a family that ModelShape does not know, if somebody knows them.
+    """model: config.json.  others: shapes by name, if known, of a family that ModelShape does not know.
 
-    Raises ConfigError for files that are damaged, and for tensors that do not make this model.
+    Raises ConfigError for damaged files, and for tensors that do not form this model.
     """
     files = weight_files(directory)
     stored = {name: (tensor, file) for file in files for name, tensor in _tensors_in(file).items()}
     _refuse_wrong_index(directory, stored)
-    if model.get("quantization_config"):  # scales and packed matrices, which an engine may know
+    if model.get("quantization_config"):  # scales and packed matrices, which an engine may support
         return
     own = _tensors_of(model)
     wanted = own or others or {}
@@ -102,7 +102,7 @@ def refuse_other_weights(
         refuse_integers(stored, [name for name in stored if name.endswith("weight") and len(stored[name][0].shape) > 1])
         return
     missing = [name for name in wanted if name not in stored]
-    if not own:  # such as gpt2, whose loaders all know the names of the model without its head
+    if not own:  # such as gpt2, whose loaders all accept the names of the model without its head
         missing = [name for name in missing if name.partition(".")[2] not in stored]
     if missing:
         raise ConfigError(_missing(directory, model, files, stored, missing))
@@ -115,7 +115,7 @@ def refuse_other_weights(
 
 
 def refuse_integers(stored: Mapping[str, tuple[StoredTensor, Path]], names: Iterable[str]) -> None:
-    """Raises ConfigError for weights that are no floating-point numbers: loaders would train them as they are."""
+    """Raise ConfigError for weights that are not floating-point numbers: loaders would train them unchanged."""
     for name in names:
         tensor, file = stored[name]
         if tensor.dtype not in REAL_DTYPES:
@@ -126,7 +126,7 @@ def refuse_integers(stored: Mapping[str, tuple[StoredTensor, Path]], names: Iter
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Those that trainer and engine load alike.  Raises ConfigError where they would not, or one is missing."""
+    """Weight files that trainer and engine both load.  Raises ConfigError if they differ, or a file is missing."""
     index, one = directory / INDEX, directory / ONE_FILE
     there = sorted(directory.glob("*.safetensors"))
     if not index.is_file():
@@ -165,7 +165,7 @@ def _refuse_wrong_index(directory: Path, stored: StoredTensors) -> None:
 
 
 def _tensors_of(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name; {} of a family that is not known, or where a size is missing, which others refuse."""
+    """Shapes by name; {} for an unknown family, or if a size is missing, which is refused elsewhere."""
     try:
         shape = ModelShape.of(model)
     except KeyError:
@@ -179,7 +179,7 @@ def _tensors_of(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _missing(
     directory: Path, model: Mapping[str, Any], files: list[Path], stored: StoredTensors, missing: list[str]
 ) -> str:
-    """What is said of tensors that are not there, with the reason where the names tell it."""
+    """Error text for missing tensors, with the reason if the names show it."""
     place = f"{directory}: {_names(files)}"
     more = f" (and {len(missing) - 1} more of {model.get('model_type')})" if len(missing) > 1 else ""
     lacking = f"{place} has no tensor {missing[0]}{more}, for which loaders would make up numbers"
@@ -204,7 +204,7 @@ def _missing(
 
 
 def _prefix(stored: StoredTensors, missing: list[str]) -> str:
-    """What stands before all missing names in the files; "" if nothing does."""
+    """Common prefix of all missing names in the files; "" if there is none."""
     for name in stored:
         prefix = name.removesuffix(missing[0])
         if prefix != name and all(prefix + each in stored for each in missing):
@@ -213,7 +213,7 @@ def _prefix(stored: StoredTensors, missing: list[str]) -> str:
 
 
 def _missing_layer(model: Mapping[str, Any], stored: StoredTensors) -> str:
-    """The layers of which there is nothing, where there are others; with {files} to be filled in."""
+    """Error text for the first layer without any tensor, if other layers have some; {files} is to be filled in."""
     layers = {int(found[1]) for name in stored if (found := _LAYER.match(name))}
     absent = sorted({*range(model.get("num_hidden_layers", 0))} - layers) if layers else []
     if not absent:
@@ -250,7 +250,7 @@ def _refuse_other_shape(directory: Path, stored: StoredTensors, name: str, wante
 def _refuse_what_nobody_loads(
     directory: Path, model: Mapping[str, Any], stored: StoredTensors, wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Trainers leave it out, and engines end: it belongs to another model than the one of config.json."""
+    """Raise ConfigError for a tensor of another model: trainers would ignore it, and engines would end."""
     for name, (_, file) in stored.items():
         if name in wanted or name == HEAD or name.endswith(_COMPUTED):
             continue
@@ -273,7 +273,7 @@ def _names(files: list[Path]) -> str:
 
 
 def _tensors_in(file: Path) -> dict[str, StoredTensor]:
-    """Tensors of a file that is whole, by name."""
+    """Tensors of a file by name.  Raises ConfigError if it is damaged."""
     if is_lfs_pointer(file):
         raise ConfigError(f"{file}: a pointer of Git LFS, not the weights; fetch them: git lfs pull")
     try:
@@ -287,7 +287,7 @@ def _tensors_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def object_in(file: Path) -> dict[str, Any]:
-    """A JSON object.  Raises ConfigError for anything else."""
+    """Read a file with a JSON object.  Raises ConfigError for anything else."""
     try:
         document = json.loads(file.read_bytes())
     except ValueError as error:  # of json, or not UTF-8

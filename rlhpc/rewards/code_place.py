@@ -1,9 +1,9 @@
-"""What code tasks share: limits beside a reference, the program in a completion, and the sandbox that runs it.
+"""Parts shared by code tasks: limits beside a reference, the program in a completion, and the sandbox that runs it.
 
 In this file: limits of a reference; the last fenced block; the sandbox of this reward worker, with its run's settings.
 
-A worker learns the settings from its environment (VARIABLE), which the service sets.  The sandbox starts with the first
-program; one that fails is a verifier error, and the next program starts another.
+A worker reads the settings from its environment (VARIABLE), which the service sets.  The sandbox starts with the first
+program; if it fails, that is a verifier error, and the next program starts another.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler, try_co
 #     {"inputs": […], "outputs": […], "language": "cpp", "time_limit_s": 2.0, "memory_limit_bytes": 268435456,
 #      "tolerance": 1e-4}
 #
-# Limits of a record are below those of the run ([sandbox]), by which its memory and time are planned.
+# Limits of a record are at most those of the run ([sandbox]), from which memory and time are planned.
 
 _LANGUAGES: tuple[Language, ...] = get_args(Language)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLimits:
-    """What one record says for itself; empty where it says nothing."""
+    """Language, limits and tolerance of one record; empty fields are not set."""
 
     language: Language | None = None
     cpu_s: float = 0.0  # of one test
@@ -42,7 +42,7 @@ class OwnLimits:
     tolerance: float | None = None  # of numbers, relative where they are above 1; 0: none
 
     def languages(self, of_run: tuple[Language, ...]) -> tuple[Language, ...]:
-        """The languages in which its programs may be written."""
+        """Languages in which the record's programs may be written."""
         return of_run if self.language is None else (self.language,)
 
 
@@ -66,7 +66,7 @@ def own_limits(reference: Mapping[str, Any], task: str) -> OwnLimits:
 
 
 def refuse_above(own: OwnLimits, sandbox: SandboxConfig, task: str) -> None:
-    """Raises ValueError for a record that wants more than the run gives."""
+    """Raise ValueError for a record whose limits are above the run's."""
     if own.language is not None and own.language not in sandbox.languages:
         raise ValueError(
             f"the reference of {task}: language={own.language!r} is not in sandbox.languages={list(sandbox.languages)}"
@@ -89,8 +89,7 @@ def refuse_above(own: OwnLimits, sandbox: SandboxConfig, task: str) -> None:
 #
 # A fence is a line of three backticks, indented by at most three blanks; the first word behind an opening one is the
 # block's mark.  A block ends with the first line after it that is a fence and nothing else.  Lines may end as on
-# Windows; in what is returned they end in a line feed.  Each line is looked at once: a completion may be nothing but
-# opening fences.
+# Windows; returned lines end in a line feed.  Each line is read once: a completion may consist of opening fences.
 
 _OPENING = re.compile(r" {0,3}```[ \t]*([\w+-]*)")
 _CLOSING = re.compile(r" {0,3}```[ \t]*")
@@ -125,14 +124,14 @@ _SHOWN_CHARACTERS = 160
 
 
 def environment_of(sandbox: SandboxConfig) -> dict[str, str]:
-    """What a reward worker needs to run programs as the run file says."""
+    """Environment variables with which a reward worker runs programs as configured."""
     return {VARIABLE: sandbox.model_dump_json()}
 
 
 def check_sandbox(sandbox: SandboxConfig, *, is_needed: bool) -> Layers | None:
     """Try the sandbox, and the compiler, on this node if they are needed.
 
-    Raises SandboxError where it is weaker than required, or the compiler is not there or makes nothing that runs.
+    Raises SandboxError if the sandbox is weaker than required, or the compiler is missing or does not work.
     """
     if not is_needed:
         return None
@@ -143,7 +142,7 @@ def check_sandbox(sandbox: SandboxConfig, *, is_needed: bool) -> Layers | None:
 
 
 def described_languages(sandbox: SandboxConfig) -> str:
-    """Which languages programs may be in, for people, with the compiler of this node.  Raises SandboxError as above."""
+    """Languages of programs, for people, with the compiler of this node.  Raises SandboxError as check_sandbox."""
     if not sandbox.compiles:
         return "Python"
     path, *options = find_compiler(sandbox.cpp_compiler)
@@ -154,14 +153,14 @@ def described_languages(sandbox: SandboxConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WrittenProgram:
-    """What a completion has written."""
+    """The program in a completion."""
 
     language: Language
     text: str
 
 
 def executable(program: WrittenProgram, sandbox: Sandbox, settings: SandboxConfig) -> tuple[bytes, Kind, str]:
-    """(what the sandbox is given, of which kind, why it cannot run: "" if it can).  Raises SandboxError."""
+    """(program for the sandbox, its kind, why it cannot run: "" if it can).  Raises SandboxError."""
     text = program.text.encode(errors="replace")
     if program.language == "python":
         return text, "python", ""
@@ -182,8 +181,8 @@ def limits_of(
 ) -> ProgramLimits:
     """Limits of one program.
 
-    wall_s: what is left of the completion's time; own: the record's limits; wanted_bytes: length of the right output,
-    about, of which a program may write twice as much.
+    wall_s: rest of the completion's time; own: the record's limits; wanted_bytes: approximate length of the right
+    output; a program may write twice as much.
     """
     own = own or OwnLimits()
     return ProgramLimits(
@@ -195,7 +194,7 @@ def limits_of(
 
 
 def last_program(completion: str, languages: Sequence[Language] = ("python",)) -> WrittenProgram | None:
-    """Return the last fenced block if it is in one of these; None if there is none, or it is not closed."""
+    """Return the last fenced block if it is in one of these languages; None if there is none, or it is not closed."""
     mark, text = last_block(completion) or ("", "")
     for language in languages:
         if mark.lower() in _MARKS[language]:
@@ -209,7 +208,7 @@ def no_program(languages: Sequence[Language]) -> str:
 
 
 def failure(run: FinishedProgram) -> str:
-    """Why a run cannot have been right, for people; "" if it ended well."""
+    """Reason why a run has failed, for people; "" if it ended well."""
     if run.stopped_for:
         return f"too much {run.stopped_for}"
     if run.status == 0:

@@ -1,9 +1,9 @@
-"""Task "code_functions": does the function return what it should, for each list of arguments?
+"""Task "code_functions": does the function return the right value for each list of arguments?
 
 Input: a completion whose last fenced block is a Python program; reference: JSON, {"entry_point", "tests": [{"args",
 "kwargs", "output"}]} with values as rlhpc/sandbox/values.py writes them.  Output: a RewardOutcome of 1.0 or 0.0.
 Arguments go into the sandbox, returned values come out as plain data and are compared here, where no program can have
-changed what `==` means.
+redefined `==`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from rlhpc.sandbox import call_functions, values
 
 # ----------------------------------------------------------------------------------------------------------- code stdin
 #
-# Task "code_stdin": does the program print what it should, for each input?
+# Task "code_stdin": does the program print the right output for each input?
 #
 # Input: a completion whose last fenced block is a program in a language of sandbox.languages; reference: JSON,
 # {"inputs": […], "outputs": […]}, with language and limits of its own (code_place.py) or without, or a list of
 # {"input", "output"}, all of them texts.  Output: a RewardOutcome of 1.0 or 0.0.  Outputs are compared here, outside
-# the sandbox, where the program cannot see what is expected: by lines, without trailing blanks and blank lines at the
-# end.  Where a decimal fraction is expected, a number close to it is as good: judges of contests ask for 1e-6.
+# the sandbox, where the program cannot see the expected ones: by lines, without trailing blanks and blank lines at the
+# end.  If a decimal fraction is expected, a number close to it is right: judges of contests use 1e-6.
 
 _STDIN_TASK = "code_stdin"
-_TOLERANCE = 1e-6  # where the reference has none of its own
+_TOLERANCE = 1e-6  # if the reference has none
 _NUMBER = re.compile(rb"(?<![\w.])([-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+)(?![\w.]*\w)")
 _FRACTION = re.compile(rb"\.|[eE][-+]")
 
 
 def code_stdin(completion: str, reference: str) -> RewardOutcome:
-    """Run until the first test that fails.  Raises ValueError for the reference, SandboxError for the sandbox."""
+    """Run tests until one fails.  Raises ValueError for the reference, SandboxError for the sandbox."""
     tests, own = _read(reference)
     sandbox, settings = place()
     refuse_above(own, settings, _STDIN_TASK)
@@ -73,7 +73,7 @@ def code_stdin(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_code_stdin(reference: str, settings: SandboxConfig | None = None) -> None:
-    """Raises ValueError if it holds no tests, or not in one of the two forms, or limits above those of the run."""
+    """Raise ValueError for a reference without tests, in neither of the two forms, or with limits above the run's."""
     _, own = _read(reference)
     if settings is not None:
         refuse_above(own, settings, _STDIN_TASK)
@@ -116,7 +116,7 @@ def _read(reference: str) -> tuple[list[tuple[str, str]], OwnLimits]:
 
 
 def _calls_a_function(test: Mapping[str, Any]) -> bool:
-    """Whether it calls a function, as APPS, TACO and DeepCoder (fn_name, type) and LiveCodeBench (testtype) say it."""
+    """True for a test that calls a function, in the format of APPS, TACO, DeepCoder or LiveCodeBench."""
     return (
         bool(test.get("fn_name")) or {"functional", "function_call"} & {test.get("type"), test.get("testtype")} != set()
     )
@@ -130,7 +130,7 @@ def _is_same(output: bytes, wanted: bytes, tolerance: float) -> bool:
 
 
 def _is_same_line(line: bytes, wanted: bytes, tolerance: float) -> bool:
-    """Whether they differ in numbers alone, each of them close to a decimal fraction that is wanted."""
+    """True for equal lines, or if only numbers differ, each close to the decimal fraction that is wanted."""
     if line == wanted or not tolerance:
         return line == wanted
     parts, parts_wanted = _NUMBER.split(line), _NUMBER.split(wanted)  # every second one is a number
@@ -154,14 +154,14 @@ def _lines(output: bytes) -> list[bytes]:
 
 _FUNCTIONS_TASK = "code_functions"
 _HASHED = ("$set", "$frozenset", "$dict")
-_RELATIVE = 1e-9  # of floating-point numbers: sums in another order; absolute where 0.0 is wanted
+_RELATIVE = 1e-9  # of floating-point numbers: sums in another order; absolute if 0.0 is wanted
 _HARNESS = b"\n".join(Path(str(module.__file__)).read_bytes() for module in (values, call_functions)).replace(
     b"from __future__ import annotations\n", b""
 )
 
 
 def code_functions(completion: str, reference: str) -> RewardOutcome:
-    """Raises ValueError if the reference cannot be read, SandboxError if the sandbox fails."""
+    """Call the function for each test.  Raises ValueError if the reference cannot be read, SandboxError."""
     entry_point, calls, wanted, own = _tests(reference)
     sandbox, settings = place()
     refuse_above(own, settings, _FUNCTIONS_TASK)
@@ -186,7 +186,7 @@ def code_functions(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_code_functions(reference: str, settings: SandboxConfig | None = None) -> None:
-    """Raises ValueError if it holds no tests, or they cannot be called, or limits above those of the run."""
+    """Raise ValueError for a reference without tests, with tests that are no calls, or with limits above the run's."""
     entry_point, calls, _, own = _tests(reference)
     if settings is not None:
         refuse_above(own, settings, _FUNCTIONS_TASK)
@@ -210,7 +210,7 @@ def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any], OwnLim
         read = json.loads(reference)
         tests = read["tests"]
         calls = [{"args": _given(test, "args", []), "kwargs": _given(test, "kwargs", {})} for test in tests]
-        has_outputs = any("output" in test for test in tests)  # a table leaves out those that are null
+        has_outputs = any("output" in test for test in tests)  # tables leave out null outputs
         wanted = [values.decode(test.get("output") if has_outputs else test["output"]) for test in tests]
         entry_point = read["entry_point"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -231,13 +231,13 @@ def _given(test: dict[str, Any], key: str, none: Any) -> Any:
 
 
 def _difference(line: bytes, wanted: Any, tolerance: float | None) -> str:
-    """How a program's result differs from what was wanted; "": not at all."""
+    """Description of how a program's result differs from the wanted one; "" if it does not."""
     try:
         said = json.loads(line)
         if "raised" in said:
-            return str(said["raised"]) or "an exception"  # a program may write it itself, with nothing in it
-        # Not decoded where it cannot be right: a program can choose members of a set that all have the same hash, over
-        # which this process would sit for minutes.
+            return str(said["raised"]) or "an exception"  # a program may write an empty one itself
+        # Not decoded if it cannot be right: a program can choose members of a set that all have the same hash, which
+        # would keep this process busy for minutes.
         may_be_same = _largest_set_said(said["value"]) <= _largest_set(wanted)
         is_same = may_be_same and _Comparison(tolerance).is_same(values.decode(said["value"]), wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
@@ -246,7 +246,7 @@ def _difference(line: bytes, wanted: Any, tolerance: float | None) -> str:
 
 
 def _largest_set_said(said: Any) -> int:
-    """Members of the largest set, or dict whose keys may be of any kind, in a value that is not decoded yet."""
+    """Number of members of the largest set, or dict with keys of any type, in an encoded value."""
     if isinstance(said, list):
         return max(map(_largest_set_said, said), default=0)
     if not isinstance(said, dict):
@@ -256,7 +256,7 @@ def _largest_set_said(said: Any) -> int:
 
 
 def _largest_set(value: Any) -> int:
-    """Members of the largest set, or dict, in a value."""
+    """Number of members of the largest set, or dict, in a value."""
     if isinstance(value, list | tuple):
         return max(map(_largest_set, value), default=0)
     if isinstance(value, set | frozenset):
@@ -268,12 +268,12 @@ def _largest_set(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Compares a returned value with the one that was wanted; tolerance: None for that of rounding errors."""
+    """Compares a returned value with the wanted one; tolerance: None for rounding errors only."""
 
     tolerance: float | None
 
     def is_same(self, value: Any, wanted: Any) -> bool:
-        """Equal and of the same type, except that int and float are interchangeable, and a tuple answers a list."""
+        """True if equal and of the same type, but int and float are interchangeable, and a tuple may be a list."""
         if isinstance(wanted, list):
             return type(value) in (list, tuple) and self._are_same(value, wanted)
         if isinstance(wanted, int | float) and not isinstance(wanted, bool):

@@ -1,4 +1,4 @@
-"""Find an environment by its name: one of the table below, or "package.module:Class" of the user's own.
+"""Find an environment by its name: one of the table below, or "package.module:Class" of the user.
 
 Input: a name.  Output: a class with the methods of Environment.  Named as text, as in rewards/registry.py.
 """
@@ -28,7 +28,7 @@ from rlhpc.rewards.outcomes import DialogueRequest, JudgedOutcome, NoReward, Tur
 # ------------------------------------------------------------------------------------------------------------- registry
 
 KEY = "data.environment"
-VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: those of its run (settings.py)
+VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: the environments of its run
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
@@ -43,14 +43,14 @@ _METHODS = "async reset(record) that returns a list of messages, and async step(
 
 
 def validate_environment(name: str) -> None:
-    """Check a name without importing anything of the user's.  Raises ConfigError."""
+    """Check a name without importing user code.  Raises ConfigError."""
     look_up(KEY, _import_path(name), repr(name), is_class=True)
 
 
 def resolve_environment(name: str, arguments: Mapping[str, object] = MappingProxyType({})) -> type[Environment]:
-    """Import an environment.  Raises ConfigError, also if it is no subclass of Environment, or an abstract one.
+    """Import an environment.  Raises ConfigError, also if it is no subclass of Environment, or abstract.
 
-    arguments: environment.arguments, which its constructor has to take, unless it has an open() of its own.
+    arguments: environment.arguments, which its constructor has to accept, unless it overrides open().
     """
     found: Any = load(KEY, _import_path(name), repr(name))
     if not isinstance(found, type) or not issubclass(found, Environment):
@@ -81,15 +81,15 @@ def _import_path(name: str) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------- host
 #
-# Dialogues in a worker process: keeps environments between turns, and replays a dialogue if it is not here.
+# Dialogues in a worker process: environments are kept between turns; an unknown dialogue is replayed.
 #
-# Input: Dialogue, all turns so far.  Output: Turn, the answer to the last one.  A dialogue that was here for the turns
-# before takes one step; one that was not (another worker had it, or it went on from a prefix) is begun and takes all of
-# them.  So a request may be repeated, and sent to any worker.
+# Input: Dialogue, all turns so far.  Output: Turn, the answer to the last one.  A kept dialogue takes one step; any
+# other (another worker had it, or it continues from a prefix) is begun and takes all turns.  So a request may be
+# repeated, and sent to any worker.
 
 log = logging.getLogger("rlhpc.environments")
 
-MOST_KEPT = 1024  # dialogues; the one that was longest without a turn is forgotten first
+MOST_KEPT = 1024  # dialogues; the one with the oldest last turn is dropped first
 CORRECT_FROM = 1.0
 Judge = Callable[[str, str, str], RewardOutcome]  # task, completion, reference
 
@@ -118,11 +118,11 @@ class EnvironmentHost:
     def answer(self, dialogue: DialogueRequest) -> Turn:
         """Take the last turn of a dialogue, or begin it.
 
-        Raises what an environment raises; then it is closed and forgotten.
+        Raises the environment's exceptions; the dialogue is then closed and dropped.
         """
         kept = self._runner.run(self._played(dialogue))
         try:
-            turn = self._turn(dialogue, kept)  # outside of the loop: a reward function that is async has one of its own
+            turn = self._turn(dialogue, kept)  # outside of the loop: an async reward function runs its own
         except BaseException:
             self._runner.run(_close(kept.environment))
             raise
@@ -130,19 +130,19 @@ class EnvironmentHost:
         return turn
 
     def preload(self, name: str) -> None:
-        """Import an environment and make one, which may read large files.  Raises ConfigError, or what it raises."""
+        """Import an environment and make one, which may read large files.  Raises ConfigError, or its exceptions."""
         self._classes[name] = resolve_environment(name, self._settings.arguments)
         self._runner.run(self._classes[name].open(self._settings).close())
 
     def close(self) -> None:
-        """Close all dialogues and forget them."""
+        """Close and drop all dialogues."""
         for kept in self._kept.values():
             self._runner.run(_close(kept.environment))
         self._kept.clear()
         self._runner.close()
 
     async def _played(self, dialogue: DialogueRequest) -> _Kept:
-        """The dialogue with all its turns taken."""
+        """The dialogue, after all its turns."""
         kept = self._kept.pop(dialogue.key, None)
         if kept is None or not _continues(dialogue, kept):
             if kept is not None:
@@ -156,7 +156,7 @@ class EnvironmentHost:
         return kept
 
     async def _play(self, dialogue: DialogueRequest, kept: _Kept) -> None:
-        """Take the turns that it has not taken."""
+        """Take the remaining turns."""
         for completion in dialogue.turns[len(kept.turns) :]:
             if kept.steps and kept.steps[-1].is_done:
                 raise ValueError(f"the dialogue was over after {len(kept.turns)} turns, and has {len(dialogue.turns)}")
@@ -213,7 +213,7 @@ class EnvironmentHost:
 
 
 async def _close(environment: Environment) -> None:
-    """Close a dialogue that nobody goes on with; what it raises would hide why."""
+    """Close an abandoned dialogue; its exceptions are ignored, since they would hide the reason."""
     try:
         await environment.close()
     except Exception as error:  # noqa: BLE001  of the user's own: what comes after it counts
@@ -221,13 +221,13 @@ async def _close(environment: Environment) -> None:
 
 
 def _continues(dialogue: DialogueRequest, kept: _Kept) -> bool:
-    """Whether a dialogue is the kept one, with the same turns and perhaps more."""
+    """True if a dialogue is the kept one, with the same turns and perhaps more."""
     began_with = (dialogue.environment, dialogue.record)
     return kept.began_with == began_with and list(dialogue.turns[: len(kept.turns)]) == kept.turns
 
 
 def _step(method: str, returned: object) -> Step:
-    """Raises NoReward for what is no Step, naming it."""
+    """Return the Step.  Raises NoReward for any other value, naming it."""
     if isinstance(returned, Step):
         return returned
     kind = "tuple (as gymnasium's)" if isinstance(returned, tuple) else type(returned).__name__
@@ -235,7 +235,7 @@ def _step(method: str, returned: object) -> Step:
 
 
 def _checked(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
-    """Raises TypeError for what is no list of messages, naming it."""
+    """Return a list of messages as dicts.  Raises TypeError for any other value, naming it."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise TypeError(f"a list of messages is wanted, () for none, not {type(messages).__name__}")
     checked: list[dict[str, str]] = []
@@ -253,11 +253,11 @@ def _texts(message: Mapping[str, Any]) -> list[Any]:
 
 # ------------------------------------------------------------------------------------------------------------- settings
 #
-# How a reward worker learns which environments its run has: from its environment variables, as code_place.py does.
+# The environments of a run, passed to reward workers in environment variables, as in code_place.py.
 
 
 def variables_of(config: Config) -> dict[str, str]:
-    """What a reward worker needs to know of the environments of a run."""
+    """Environment variables that tell a reward worker the environments of its run."""
     names = list(dict.fromkeys(each.environment for each in config.data if each.environment not in ("", AGENT)))
     if not names:
         return {}

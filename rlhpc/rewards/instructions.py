@@ -1,11 +1,11 @@
-"""Instructions whose following a program can see, under the names that IFEval gives them (arXiv:2311.07911, table 1).
+"""Instructions that a program can verify, by their names in IFEval (arXiv:2311.07911, table 1).
 
 Input: a text, the arguments of an instruction.  Output: whether the text follows it.  Pure, the standard library only.
 
-Differs from the paper's own program: (1) sentences end at . ! or ? before a blank or the end, but for common
-abbreviations and initials: no trained splitter; (2) a keyword is a text, not a pattern; (3) change_case:english_* look
-at letters and not at the language; (4) a word in capitals is a run of letters, digits, ' and -; (5) there is no
-language:response_language, which takes a detector of languages; (6) --- is a rule and no bullet, and a postscript
+Differs from the paper's own program: (1) sentences end at . ! or ? before a blank or the end, except after common
+abbreviations and initials: no trained splitter; (2) a keyword is a text, not a pattern; (3) change_case:english_* check
+letters and not the language; (4) a word in capitals is a run of letters, digits, ' and -; (5) there is no
+language:response_language, which needs a detector of languages; (6) --- is a rule and no bullet, and a postscript
 begins a line.
 """
 
@@ -45,7 +45,7 @@ _QUOTES = "\"'“”‘’"
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """How one instruction is checked, and its arguments: name → kind (instructions.py checks them)."""
+    """Check of one instruction, and its arguments: name → kind."""
 
     follows: Callable[[str, Arguments], bool]
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Instruction:
 
 
 def num_sentences(text: str) -> int:
-    """Sentences of a text; what follows the last end of a sentence counts as one."""
+    """Number of sentences of a text; text after the last end of a sentence counts as one."""
     count, begin = 0, 0
     for end in _SENTENCE_END.finditer(text):
         if not (end[0] == "." and _goes_on(text[begin : end.start()]) and text[end.end() :].strip()):
@@ -64,7 +64,7 @@ def num_sentences(text: str) -> int:
 
 
 def _goes_on(before: str) -> bool:
-    """Whether a full stop after this belongs to an abbreviation, an initial or the number of a list item."""
+    """True if a full stop after this text belongs to an abbreviation, an initial or the number of a list item."""
     match = _LAST_WORD.search(before[-_LONGEST_ABBREVIATION:])
     word = match[0].lower() if match else ""
     is_initial = len(word) == 1 and word.isalpha() and word != "i"
@@ -72,13 +72,13 @@ def _goes_on(before: str) -> bool:
 
 
 def _has_paragraphs(text: str, to: Arguments) -> bool:
-    """Whether there are so many paragraphs, divided by ***, none of them empty."""
+    """True for num_paragraphs paragraphs, divided by ***, none of them empty."""
     parts = _divided(text, "***")
     return all(parts) and len(parts) == int(to["num_paragraphs"])
 
 
 def _divided(text: str, divider: str) -> list[str]:
-    """What stands between dividers, stripped; without the first and the last where they are empty."""
+    """Parts between dividers, stripped; without the first and the last if they are empty."""
     parts = [part.strip() for part in text.split(divider)]
     if len(parts) > 1:
         parts = parts[not parts[0] : len(parts) - (not parts[-1])]
@@ -86,7 +86,7 @@ def _divided(text: str, divider: str) -> list[str]:
 
 
 def _begins_paragraph_with(text: str, to: Arguments) -> bool:
-    """This number of paragraphs, divided by blank lines; the n-th begins with this word."""
+    """True for num_paragraphs paragraphs, divided by blank lines, of which the n-th begins with this word."""
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
     if len(paragraphs) != to["num_paragraphs"]:
         return False
@@ -98,20 +98,20 @@ def _begins_paragraph_with(text: str, to: Arguments) -> bool:
 
 
 def _has_postscript(text: str, to: Arguments) -> bool:
-    """A line begins with the marker; blanks between its letters do not count ("P. S.")."""
+    """True if a line begins with the marker; blanks between its letters do not count ("P. S.")."""
     marker = "".join(to["postscript_marker"].lower().split())
     pattern = r"[ \t]*".join(map(re.escape, marker))
     return re.search(rf"^[ \t*_]*{pattern}", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def _has_highlights(text: str, to: Arguments) -> bool:
-    """*like this* or **like this**, on one line and not empty."""
+    """True for enough highlights, *like this* or **like this**, on one line and not empty."""
     found = re.findall(r"\*\*([^*\n]+)\*\*|\*([^*\n]+)\*", text)
     return sum(1 for pair in found if "".join(pair).strip()) >= int(to["num_highlights"])
 
 
 def _is_json(text: str, _to: Arguments) -> bool:
-    """Whether a text is JSON, with a fence around it or without."""
+    """True if a text is JSON, with or without a fence around it."""
     whole = text.strip()
     if len(whole) >= 6 and whole.startswith("```") and whole.endswith("```"):
         text = whole[7:-3] if whole[3:7].lower() == "json" else whole[3:-3]
@@ -123,7 +123,7 @@ def _is_json(text: str, _to: Arguments) -> bool:
 
 
 def _has_title(text: str, _to: Arguments) -> bool:
-    """<<like this>>, on one line; by hand, since a pattern would try each of many << that no >> follows."""
+    """True for a title <<like this>> on one line; no pattern, which would try each of many << without a >>."""
     for line in text.split("\n"):
         begin = line.find("<<")
         while begin >= 0 and (end := line.find(">>", begin + 3)) >= 0:
@@ -134,7 +134,7 @@ def _has_title(text: str, _to: Arguments) -> bool:
 
 
 def _has_two_responses(text: str, _to: Arguments) -> bool:
-    """Divided by ******, and not the same."""
+    """True for two different responses, divided by ******."""
     parts = _divided(text, "******")
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
@@ -233,15 +233,15 @@ INSTRUCTIONS: Mapping[str, Instruction] = MappingProxyType(
 # {"instruction_id_list": […], "kwargs": [{…}, …]}; other keys are ignored.  Output: a RewardOutcome, by [instructions]
 # of the run file.
 #
-# Strict looks at the completion as it is.  Loose (arXiv:2311.07911, section 2.2) forgives a first line, a last line
-# and asterisks: it is enough that one of eight versions of the completion follows an instruction.  An empty one
+# Strict checks the unchanged completion.  Loose (arXiv:2311.07911, section 2.2) forgives a first line, a last line and
+# asterisks: it is enough that one of eight versions of the completion follows an instruction.  An empty version
 # follows none.
 
 Wanted = tuple[tuple[str, Arguments], ...]  # (id, arguments) of every instruction of a record
 
 
 def instruction_following(completion: str, reference: str) -> RewardOutcome:
-    """Parts: the shares followed, strictly and loosely.  Raises ValueError for the reference."""
+    """Judge a completion; parts: the shares followed, strictly and loosely.  Raises ValueError for the reference."""
     wanted, settings = _read(reference), task_settings().instructions
     strict, loose = followed([completion], wanted), followed(versions(completion), wanted)
     counted = loose if settings.accuracy == "loose" else strict
@@ -254,12 +254,12 @@ def instruction_following(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_instruction_following(reference: str) -> None:
-    """Raises ValueError if it is no such list, or an instruction is unknown or lacks an argument."""
+    """Raise ValueError for a reference that is no such list, or an instruction that is unknown or lacks an argument."""
     _read(reference)
 
 
 def followed(texts: Sequence[str], wanted: Wanted) -> list[bool]:
-    """Tell of each instruction whether one of the texts follows it."""
+    """Whether one of the texts follows the instruction, for each instruction."""
     return [
         any(text.strip() != "" and INSTRUCTIONS[name].follows(text, arguments) for text in texts)
         for name, arguments in wanted
@@ -330,7 +330,7 @@ def _arguments(name: str, given: dict[str, Any] | None) -> Arguments:
 
 def _value(name: str, key: str, kind: str, value: Any) -> Any:
     if kind in ("count", "place") and isinstance(value, float) and value.is_integer():
-        value = int(value)  # as tables with missing values have them
+        value = int(value)  # as in tables with missing values
 
     def is_text(value: object) -> bool:
         return isinstance(value, str) and value.strip() != ""

@@ -1,12 +1,12 @@
 """Task "json_schema": is the completion JSON that is valid under the schema of its record?
 
-Input: a completion; reference: a JSON Schema, of the draft that its $schema names, 2020-12 where it names none.
-Output: a RewardOutcome of 1.0 or 0.0; part `json` says whether it is JSON at all.
+Input: a completion; reference: a JSON Schema, of the draft in its $schema, 2020-12 by default.  Output: a RewardOutcome
+of 1.0 or 0.0; part `json` says whether it is JSON at all.
 
 The last fenced block is judged, if it is marked json or not at all, or the whole completion if nothing is fenced.
-Nothing is fetched: a $ref leads to a place in the schema.  Differs from jsonschema: (1) multipleOf is exact, 19.99 is a
-multiple of 0.01; (2) formats are those of json_schema.py; (3) an object that constrains nothing is no schema, and one
-around a schema, as APIs of models have it ({"name", "strict", "schema"}), is taken off.
+Nothing is fetched: a $ref refers to a place in the schema.  Differs from jsonschema: (1) multipleOf is exact, 19.99 is
+a multiple of 0.01; (2) formats are those below; (3) an object that constrains nothing is no schema, and the wrapper
+that APIs of models put around a schema, {"name", "strict", "schema"}, is removed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from rlhpc.rewards.text_answer import LONGEST_ANSWER
 #
 # The formats of JSON Schema, checked alike on every machine.
 #
-# Input: a text.  Output: whether it has the format.  jsonschema checks a format only where the package for it happens
-# to be installed; these need none.  By RFC 3339 (dates, times, durations), 3986 and 3987 (URI, IRI), 6570 (templates),
+# Input: a text.  Output: whether it has the format.  jsonschema checks a format only if the package for it happens to
+# be installed; these need none.  By RFC 3339 (dates, times, durations), 3986 and 3987 (URI, IRI), 6570 (templates),
 # 6901 (pointers), 5321 and 6531 (mail), 1123 and IDNA (hosts).
 
 _DATE = re.compile(r"(\d{4})-(\d\d)-(\d\d)", re.ASCII)
@@ -78,7 +78,7 @@ def _is_date(text: str) -> bool:
 
 
 def _is_time(text: str) -> bool:
-    """Whether it is a time with its offset; a leap second is the last one of a day in UTC."""
+    """True for a time with its offset; a leap second is the last one of a day in UTC."""
     if (match := _TIME.fullmatch(text)) is None:
         return False
     hours, minutes, seconds, sign, ahead_hours, ahead_minutes = match.groups()
@@ -95,7 +95,7 @@ def _is_label(label: str) -> bool:
         return False
     if label[2:4] != "--":
         return True
-    try:  # of the names with hyphens there only those that stand for others are legal
+    try:  # names with hyphens in these places are legal only if they encode another name
         return label[:4].lower() == "xn--" and label.encode().decode("idna").encode("idna").decode() == label.lower()
     except UnicodeError:
         return False
@@ -147,13 +147,13 @@ def _is_regex(text: str) -> bool:
 
 
 def _identifier(more: str, *, may_be_relative: bool) -> Callable[[str], bool]:
-    """More: characters beyond those of a URI."""
+    """Check of a URI or IRI; more: characters beyond those of a URI."""
     part = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:{more}\-%s]|%%[0-9A-Fa-f]{{2}})*"
     path_like, query_like, user_like = re.compile(part % "@/"), re.compile(part % "@/?"), re.compile(part % "")
 
     def is_identifier(text: str) -> bool:
         parts = _IDENTIFIER.fullmatch(text)
-        assert parts is not None  # it fits every text
+        assert parts is not None  # the pattern matches every text
         scheme, authority, path, query, fragment = parts.groups()
         if not (may_be_relative if scheme is None else _SCHEME.fullmatch(scheme)):
             return False
@@ -211,15 +211,15 @@ def _checker(formats: dict[str, Callable[[str], bool]]) -> FormatChecker:
 # ---------------------------------------------------------------------------------------------------------- json schema
 
 _FENCE = re.compile(r"^[ ]{0,3}```", re.MULTILINE)
-_MOST_ERRORS = 50  # the most telling of these is shown
+_MOST_ERRORS = 50  # of which the most relevant is shown
 _SHOWN_CHARACTERS = 200
 _OF_NUMBERS = {"multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _PLAIN_KEYWORDS = {"type", "enum", "const", "minLength", "maxLength", "pattern"} | _OF_NUMBERS
-_DEEPEST = 64  # a document that is deeper may be more than the validator can follow
+_DEEPEST = 64  # a deeper document may exceed the validator's recursion
 
 
 def json_schema(completion: str, reference: str) -> RewardOutcome:
-    """Raises ValueError if the reference is no schema."""
+    """Validate the completion.  Raises ValueError if the reference is no schema."""
     validator = _validator(reference)
     text = _document(completion)
     if text is None:
@@ -233,7 +233,7 @@ def json_schema(completion: str, reference: str) -> RewardOutcome:
         fault = best_match(islice(validator.iter_errors(value), _MOST_ERRORS))
         answer = json.dumps(value, sort_keys=True)[:LONGEST_ANSWER]
     except RecursionError:
-        if _depth(value) <= _DEEPEST:  # it is the schema that has no end
+        if _depth(value) <= _DEEPEST:  # so the schema recurses without end
             raise
         why = f"nested more than {_DEEPEST} deep"
         return RewardOutcome(0.0, is_correct=False, parts={"json": 1.0}, detail=why)
@@ -242,7 +242,7 @@ def json_schema(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_json_schema(reference: str) -> None:
-    """Raises ValueError if it is no schema, or refers to another document."""
+    """Raise ValueError for a reference that is no schema, or refers to another document."""
     _validator(reference)
 
 
@@ -277,7 +277,7 @@ def _validator(reference: str) -> Any:
 
 
 def _unwrapped(document: Any) -> Any:
-    """The schema in {"name", "strict", "schema"}, alone or in {"type": "json_schema"}, as APIs of models have it."""
+    """The schema in {"name", "strict", "schema"}, alone or in {"type": "json_schema"}, as in APIs of models."""
     if not isinstance(document, dict) or document.get("type", "json_schema") != "json_schema":
         return document
     inner = document.get("json_schema", document)
@@ -292,7 +292,7 @@ def _exact(kind: Any) -> Any:
 
 
 def _is_multiple(validator: Any, divisor: Any, value: Any, _schema: Any) -> Iterator[ValidationError]:
-    """Check multiples as written: a binary fraction is the shortest decimal that stands for it."""
+    """Check multiples as written: a binary fraction counts as its shortest decimal."""
     if validator.is_type(value, "number") and Fraction(_decimal(value)) % Fraction(_decimal(divisor)):
         yield ValidationError(f"{value!r} is not a multiple of {divisor!r}")
 
@@ -302,7 +302,7 @@ def _decimal(number: float) -> Decimal:
 
 
 def _refuse_what_nothing_satisfies(part: Any, kind: Any) -> None:
-    """A const, or every value of an enum, that the keywords beside it refuse: tables pad objects with such nulls."""
+    """Raise ValueError for a const or enum whose values the other keywords all refuse: tables pad with such nulls."""
     if not isinstance(part, dict) or "$ref" in part:
         return
     beside = {key: part[key] for key in _PLAIN_KEYWORDS & part.keys()}
@@ -316,7 +316,7 @@ def _refuse_what_nothing_satisfies(part: Any, kind: Any) -> None:
 
 
 def _parts_followed(schema: Any) -> Iterator[Any]:
-    """Every schema in a schema.  Raises ValueError for a $ref to something else."""
+    """Yield every subschema.  Raises ValueError for a $ref to anything else."""
     root: Resource[Any] = Resource.from_contents(schema, default_specification=DRAFT202012)
     registry: Registry[Any] = Registry().with_resource(root.id() or "", root)
     waiting = [(root, registry.resolver_with_root(root))]
@@ -333,7 +333,7 @@ def _parts_followed(schema: Any) -> Iterator[Any]:
 
 
 def _document(completion: str) -> str | None:
-    """What is judged; None where the last block is not closed, or of another language."""
+    """The document to judge; None if the last block is not closed, or in another language."""
     if not _FENCE.search(completion):
         return completion
     block = last_block(completion)
@@ -343,7 +343,7 @@ def _document(completion: str) -> str | None:
 
 
 def _depth(value: Any) -> int:
-    """1 for a value that is neither object nor array."""
+    """Nesting depth; 1 for a value that is neither object nor array."""
     depth, level = 0, [value]
     while level:
         depth += 1

@@ -34,21 +34,21 @@ from rlhpc.rewards.task_settings import task_settings
 
 # ---------------------------------------------------------------------------------------------------------- judge cache
 #
-# Replies of a judge in the run directory, by what was asked: a completion is not paid for twice.
+# Replies of a judge in the run directory, by request, so that a completion is not paid for twice.
 #
-# Input: digests of requests.  Output: replies.  Each worker appends JSON lines to a file of its own and looks into
-# those of all; a line that was cut off by a death is skipped.  A worker remembers where a reply is, in about 150
-# bytes, and not the reply: a node has many workers.  A cache that cannot be written costs money and nothing else.
+# Input: digests of requests.  Output: replies.  Each worker appends JSON lines to a file of its own and reads those of
+# all workers; a line that was cut off is skipped.  A worker keeps the position of a reply in memory, about 150 bytes,
+# and not the reply: a node has many workers.  A cache that cannot be written only costs money.
 
 log = logging.getLogger("rlhpc.rewards")
 
 _BEGIN = b'{"digest": "'  # of every line
-_KEY_DIGITS = 16  # of a digest's 64: enough to find a line, which has the others
+_KEY_DIGITS = 16  # of a digest's 64: enough to find a line, which has all
 _READ_BYTES = 1 << 20
 
 
 def digest_of(request: Mapping[str, Any]) -> str:
-    """Digest of everything that the reply depends on."""
+    """Digest of everything on which a reply depends."""
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
@@ -56,14 +56,14 @@ class JudgeCache:
     """One worker's view of the directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Creates nothing until the first reply is kept."""
+        """Create no file until the first reply is kept."""
         self._directory = directory
         self._own = directory / f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.jsonl"
         self._files: dict[str, _File] = {}  # by name
         self._unwritten: dict[str, str] = {}  # replies that could not be written, by digest
 
     def get(self, digest: str) -> str | None:
-        """The reply to a request, also one that another worker has got meanwhile."""
+        """The reply to a request, also from another worker; None if there is none."""
         if digest in self._unwritten:
             return self._unwritten[digest]
         reply = self._find(digest)
@@ -73,7 +73,7 @@ class JudgeCache:
         return reply
 
     def keep(self, digest: str, reply: str) -> None:
-        """Write a reply to disk, or remember it if that is not possible."""
+        """Write a reply to disk, or keep it in memory if that fails."""
         line = json.dumps({"digest": digest, "reply": reply}).encode() + b"\n"
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -89,7 +89,7 @@ class JudgeCache:
         try:
             entries = [entry for entry in os.scandir(self._directory) if entry.name.endswith(".jsonl")]
         except OSError:
-            return  # not there yet
+            return  # no directory yet
         for entry in entries:
             file = self._files.setdefault(entry.name, _File(Path(entry.path)))
             try:
@@ -100,7 +100,7 @@ class JudgeCache:
 
 
 class _File:
-    """One file, with where each reply in it begins."""
+    """One file, with the positions of its replies."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -108,7 +108,7 @@ class _File:
         self.read_bytes = 0
 
     def read_on(self) -> None:
-        """Look through what has been appended, up to the last whole line.  Raises OSError."""
+        """Read the appended lines, up to the last whole one.  Raises OSError."""
         with self._path.open("rb", buffering=_READ_BYTES) as file:
             file.seek(self.read_bytes)
             for line in file:
@@ -119,7 +119,7 @@ class _File:
                 self.read_bytes += len(line)
 
     def get(self, digest: str) -> str | None:
-        """The reply; None: it is not here, or cannot be read."""
+        """The reply; None: it is not in this file, or cannot be read."""
         place = self._places.get(digest[:_KEY_DIGITS].encode())
         if place is None:
             return None
@@ -134,7 +134,7 @@ class _File:
 
 # ------------------------------------------------------------------------------------------------------- judge endpoint
 #
-# Query an OpenAI-compatible endpoint, with retries where they may help, within the allowed rate.
+# Query an OpenAI-compatible endpoint, with retries of passing errors, within the allowed rate.
 #
 # Input: messages.  Output: the text of a reply, with its tokens; JudgeFailed if there is none.  Blocks: a reward worker
 # judges one completion at a time.  The standard library only; a redirect is not followed, since that would pass the key
@@ -147,17 +147,17 @@ _SHOWN_REPLY_CHARACTERS = 160
 
 
 class JudgeFailed(Exception):
-    """No grade: says nothing about the completion.  costs: what was spent nevertheless."""
+    """No grade: no statement about the completion.  costs: spent nevertheless."""
 
     def __init__(self, why: str, costs: dict[str, float]) -> None:
-        """costs: figures by name, as failures.COSTS has them."""
+        """costs: figures by name, as in outcomes.COSTS."""
         super().__init__(why)
         self.costs = costs
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a reply says."""
+    """Content of a reply."""
 
     text: str
     prompt_tokens: int = 0
@@ -166,7 +166,7 @@ class Answer:
 
 
 class _Unusable(Exception):
-    """One attempt has failed.  wait_s: what the endpoint asks for; None: nothing."""
+    """One attempt has failed.  wait_s: wait requested by the endpoint; None: none."""
 
     def __init__(self, why: str, *, is_final: bool = False, wait_s: float | None = None) -> None:
         super().__init__(why)
@@ -189,12 +189,12 @@ class JudgeConnection:
     _next_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        """Read the key.  Raises ValueError if it is not there, or others may read it."""
+        """Read the key.  Raises ValueError if it is missing, or others may read it."""
         self._key = read_key(self.settings)
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def ask(self, messages: Messages, usable: Callable[[str], bool], costs: dict[str, float]) -> Answer:
-        """Return the first reply that is usable; adds to costs.  Raises JudgeFailed, after timeout_s at the latest."""
+        """Return the first usable reply; adds to costs.  Raises JudgeFailed, after timeout_s at the latest."""
         judge, end = self.settings, self.clock() + self.settings.timeout_s
         wait_s, why = judge.backoff_s, ""
         for attempt in range(judge.attempts):
@@ -230,7 +230,7 @@ class JudgeConnection:
             costs["judge_s"] = costs.get("judge_s", 0.0) + self.clock() - began
         costs["judge_prompt_tokens"] = costs.get("judge_prompt_tokens", 0.0) + answer.prompt_tokens
         costs["judge_completion_tokens"] = costs.get("judge_completion_tokens", 0.0) + answer.completion_tokens
-        if answer.is_cut:  # its grade was to come; one before may be quoted from what is judged, or half a number
+        if answer.is_cut:  # the grade is missing; an earlier one may be quoted from the completion, or half a number
             cut = f"the reply was cut off at judge.max_tokens={self.settings.max_tokens}; legal: more"
             raise _Unusable(f"{cut}: {answer.text[-_SHOWN_REPLY_CHARACTERS:]!r}")
         if not usable(answer.text):
@@ -256,7 +256,7 @@ class JudgeConnection:
             raise _Unusable(f"{type(error).__name__}: {error}") from error
 
     def _has_turn(self, end: float) -> bool:
-        """Wait for this worker's turn by the rate; False at once if it comes too late: it is left for the next one."""
+        """Wait for this worker's next slot of the rate; False at once, without using it, if it comes too late."""
         if self.requests_per_s > 0:
             now = self.clock()
             begin = max(now, self._next_at)
@@ -269,7 +269,7 @@ class JudgeConnection:
 
 
 def read_key(judge: JudgeConfig) -> str:
-    """The endpoint's key; "" for none.  Raises ValueError if it is not there, or others than its owner may read it."""
+    """The endpoint's key; "" for none.  Raises ValueError if it is missing, or readable for others than its owner."""
     if judge.key_variable:
         if not (key := os.environ.get(judge.key_variable, "").strip()):
             raise ValueError(f"judge.key_variable={judge.key_variable!r} is not set in the environment of the service")
@@ -290,7 +290,7 @@ def read_key(judge: JudgeConfig) -> str:
 
 
 def _read(reply: Any, clock: Callable[[], float], end: float) -> bytes:
-    """The body.  A socket's time limit is for each piece of it, so that a slow trickle would never reach it."""
+    """The body, within the deadline: a socket's own limit is per piece, so that a slow trickle would never reach it."""
     found = b""
     while piece := reply.read1(1 << 16):
         found += piece
@@ -302,7 +302,7 @@ def _read(reply: Any, clock: Callable[[], float], end: float) -> bytes:
 
 
 def _beginning_of(error: urllib.error.HTTPError) -> str:
-    """What an error says, as far as its first piece goes; "" if none comes: the status counts without it."""
+    """Beginning of an error's body, its first piece; "" if none comes: the status is enough."""
     with error, suppress(OSError, HTTPException):
         return bytes(error.read1(_SHOWN_REPLY_CHARACTERS)).decode(errors="replace")
     return ""
@@ -340,7 +340,7 @@ _MARKS = " \t\r*_`#>."  # of Markdown, around a grade
 
 
 def llm_judge(completion: str, reference: str) -> RewardOutcome:
-    """Raises ValueError for the reference and the settings, JudgeFailed if there is no grade."""
+    """Judge a completion.  Raises ValueError for the reference and the settings, JudgeFailed without a grade."""
     return _judge_of_this_process()(completion, reference)
 
 
@@ -388,7 +388,7 @@ class LlmJudge:
 
 
 def check_llm_judge(reference: str, settings: JudgeConfig) -> None:
-    """Raises ValueError if the template asks for more than a text, or than the record has; or cannot be read."""
+    """Raise ValueError if the template needs a record, or a field that the record lacks, or cannot be read."""
     _fields(template_of(settings), reference)
 
 
@@ -435,18 +435,18 @@ def _fields(template: str, reference: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A place in a reply that may be its grade."""
+    """A possible grade in a reply."""
 
     text: str
-    is_quoted: bool  # it stands in the completion, too
+    is_quoted: bool  # it is in the completion, too
     is_alone: bool  # an object on lines of its own
 
 
 def grade_in(reply: str, settings: JudgeConfig, completion: str = "") -> float | None:
-    """The grade that a reply gives; None: none, or one outside of worst and best.
+    """The grade in a reply; None: none, or one outside of worst and best.
 
-    A reply may quote the completion, in which a policy may grade itself: what stands there, too, counts only if nothing
-    else does.  Of the rest, an object on lines of its own precedes one within a sentence, and the last one counts.
+    A reply may quote the completion, in which a policy may grade itself: grades that are also in the completion count
+    only if there are no others.  An object on lines of its own precedes one in a sentence; the last one counts.
     """
     found = list(
         _objects_with(reply, settings.grade_key, completion)
@@ -469,7 +469,7 @@ def _matches(reply: str, pattern: str, completion: str) -> Iterator[_Found]:
 
 
 def _objects_with(reply: str, key: str, completion: str) -> Iterator[_Found]:
-    """Outermost JSON objects that have the key, or hold an object that has it; what is in a list is one part's."""
+    """Outermost JSON objects with the key, at any depth, but not within lists, which hold grades of parts."""
     quoted = [value for _, _, value in _objects(completion)]
     for begin, end, value in _objects(reply):
         if text := _shallowest(value, key):
@@ -478,7 +478,7 @@ def _objects_with(reply: str, key: str, completion: str) -> Iterator[_Found]:
 
 
 def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(begin, end, value) of the outermost JSON objects; what is in one that is malformed is none."""
+    """(begin, end, value) of the outermost JSON objects; none inside a malformed one."""
     decoder, begin = json.JSONDecoder(), text.find("{")
     while begin >= 0:
         end = begin + 1
@@ -492,7 +492,7 @@ def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
 
 
 def _end_of_braces(text: str, begin: int) -> int:
-    """The place where the brace at `begin` is closed, or the text ends; braces in strings do not count."""
+    """Index at which the brace at `begin` is closed, or the text ends; braces in strings do not count."""
     depth = 0
     for token in _BRACES.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
@@ -502,7 +502,7 @@ def _end_of_braces(text: str, begin: int) -> int:
 
 
 def _shallowest(value: dict[str, Any], key: str) -> str:
-    """The value that fewest objects surround, "" where there is none, or more than one."""
+    """The value of the key at the lowest depth, "" if there is none, or more than one."""
     level: list[Any] = [value]
     while level:
         found = [each[key] for each in level if isinstance(each.get(key), int | float | str)]

@@ -1,10 +1,10 @@
 r"""Tasks "integer_arithmetic" and "math_answer": is the answer the right number, or the right mathematics?
 
-"math_answer" says whether the final answer equals the reference.  Input: a completion and a reference.
-Output: a RewardOutcome of 1.0 or 0.0.
+"math_answer": does the final answer equal the reference?  Input: a completion and a reference.  Output: a RewardOutcome
+of 1.0 or 0.0.
 
-Which text is the answer is decided strictly: the last marked answer of the completion (text_answer.py).  Earlier ones
-do not count, and a completion without a mark is wrong however right its prose is.  Plain numbers, which is what GSM8K
+The answer is strictly the last marked one of the completion (text_answer.py).  Earlier ones do not count, and a
+completion without a mark is wrong however right its prose is.  Plain numbers, which is what GSM8K
 has, are compared at once (math_values.py); everything else is read into a term (math_reading.py) and compared as one
 (math_equality.py).  Every verdict is bounded: nothing here takes longer than a fraction of a second.
 """
@@ -27,14 +27,14 @@ from rlhpc.rewards.text_answer import LONGEST_ANSWER, last_marked_answer
 
 # --------------------------------------------------------------------------------------------------- integer arithmetic
 #
-# Task "integer_arithmetic": is the last thing written the right integer?
+# Task "integer_arithmetic": does the completion end with the right integer?
 #
 # Input: a completion such as "12+34;2+4=6;10+30=40;46" and a reference such as "46".  Output: a RewardOutcome of 1.0 or
 # 0.0.
 #
-# The answer is what stands after the last of the marks "####", ";" and "=", or the whole completion where there is
-# none.  It must be one integer in its only spelling: ASCII digits, a minus sign where it is negative, no leading zero,
-# no plus, no comma, blanks around it at most.  So two answers after the last mark, trailing digits or words are wrong.
+# The answer is the text after the last of the marks "####", ";" and "=", or the whole completion without a mark.  It
+# must be one integer in canonical spelling: ASCII digits, a minus sign if negative, no leading zero, no plus, no comma,
+# at most blanks around it.  So two answers after the last mark, trailing digits or words are wrong.
 
 _MARK = re.compile(r"####|;|=")
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
@@ -54,7 +54,7 @@ def integer_arithmetic(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_integer_arithmetic(reference: str) -> None:
-    """Raises ValueError if it is no integer."""
+    """Raise ValueError for a reference that is no integer."""
     _integer(reference)
 
 
@@ -69,15 +69,15 @@ def _integer(reference: str) -> str:
 
 
 def final_answer(completion: str) -> str | None:
-    """Return the answer in canonical spelling, or None where what follows the last mark is not one integer."""
+    """Return the answer in canonical spelling; None if the text after the last mark is not one integer."""
     answer = _MARK.split(completion)[-1].strip()
     return answer if _INTEGER.fullmatch(answer) else None
 
 
 # ---------------------------------------------------------------------------------------------------------- math answer
 
-_HOLES = ("nan", "null")  # of a table that was written as text
-# Two words in a row, outside of \text{…}: prose, where an answer was expected.
+_HOLES = ("nan", "null")  # missing values of a table that was written as text
+# Two words in a row, outside of \text{…}: prose instead of an answer.
 _SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
 _COMMANDS = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
 _LEGAL = r"legal: a number, one expression in LaTeX, alone, in \boxed{…} or behind ####, or a JSON list of texts"
@@ -85,7 +85,7 @@ _LEGAL = r"legal: a number, one expression in LaTeX, alone, in \boxed{…} or be
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One text that a reference stands for, and the plain number that it is, if it is one."""
+    """One alternative of a reference: its text, and its number if it is a plain one."""
 
     text: str
     number: PlainNumber | None
@@ -100,11 +100,11 @@ def verify(completion: str, reference: str) -> Verdict:
 
 
 def math_answer(completion: str, reference: str) -> RewardOutcome:
-    r"""Return reward 1.0 or 0.0, and what was taken for the answer.
+    r"""Return reward 1.0 or 0.0, and the extracted answer.
 
     reference: a GSM8K solution ("… #### 1,234"), a text with \boxed{…}, or the bare answer (LaTeX or a number); or a
     JSON list of such texts, of which any is right.
-    Raises ValueError if the reference cannot be read: that says nothing about the completion.
+    Raises ValueError if the reference cannot be read, which is no verdict on the completion.
     """
     wanted = read_references(reference)
     answer_text = last_marked_answer(completion)
@@ -118,13 +118,13 @@ def math_answer(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_math_answer(reference: str) -> None:
-    """Raises ValueError if a text of it cannot be read or has no value."""
+    """Raise ValueError for a reference with a text that cannot be read or has no value."""
     read_references(reference)
 
 
 @lru_cache(4096)
 def read_references(reference: str) -> tuple[Reference, ...]:
-    """Return the texts that a reference stands for.  Raises ValueError as check_math_answer."""
+    """Return the alternatives of a reference.  Raises ValueError as check_math_answer."""
     texts = _alternatives(reference)
     if not texts:
         raise ValueError(f"reference {reference[:_SHOWN_CHARACTERS]!r} is an empty list; {_LEGAL}")
@@ -162,7 +162,7 @@ def _read_reference(text: str) -> Reference:
 
 
 def _fault_of(answer: str, *, may_be_prose: bool) -> str:
-    """Return why a text cannot be a reference; "": it can.  Raises Unreadable, Undefined, TooLarge, which say it."""
+    """Return why a text cannot be a reference; "": it can.  Raises Unreadable, Undefined, TooLarge."""
     term = read(answer)
     if may_be_prose and has_phrase(term):
         return "it is prose"

@@ -1,10 +1,10 @@
-"""Whether two answers of mathematics are equal.
+"""Compare two answers of mathematics for equality.
 
-Input: two terms (math_values.py), and what units count in this run.  Output: bool.
+Input: two terms (math_values.py), and the run's rule for units.  Output: bool.
 
-Nothing is rewritten and nothing is expanded: numbers are compared exactly where they are fractions (math_values.py),
-otherwise to a hundred digits, and expressions with letters at several points where both are real.  So the time is
-bounded by the length of the answers: 9^{9^9} is never computed, and equals only what is written alike.
+Nothing is rewritten or expanded: fractions are compared exactly (math_values.py), other numbers to a hundred digits,
+and expressions with letters at several points where both are real.  So the time is bounded by the length of the
+answers: 9^{9^9} is never computed, and only equals a term written alike.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _MOST_DECIMALS = 30
 _NEAR_MARK = mpmath.mpf(10) ** -30  # zeros of high multiplicity have fewer digits
 _SETS = frozenset({"set", "bracketed", "union", "intersection", "difference", "both"})
 _COLLECTIONS = ("set", "list", "either")
-# "optional": one of both may lack its unit, two units must agree; "required": an answer has the reference's.
+# "optional": one of both may lack its unit, two units must agree; "required": an answer must have the reference's.
 Units = Literal["optional", "required", "ignored"]
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 
 
 @dataclass(frozen=True, slots=True)
 class _RealSet:
-    """A set of real numbers: which it contains, and where that may change."""
+    """A set of real numbers: its membership test, and the marks at which membership may change."""
 
     contains: Callable[[Any], bool]
     marks: tuple[Any, ...]
-    is_explicit: bool = True  # the marks are all there are
+    is_explicit: bool = True  # there are no other marks
     num_searched: int = 0  # relations that are not linear, whose marks take time to find
 
 
@@ -80,7 +80,7 @@ def are_equal(wanted: Term, answer: Term, units: Units) -> bool:
 
 
 def is_in_lowest_terms(term: Term) -> bool:
-    """Whether no fraction of whole numbers in an answer can be shortened."""
+    """True if no fraction of whole numbers in an answer can be reduced."""
     if term.kind == "quotient" and all(part.kind == "number" for part in term.parts):
         above, below = (part.value for part in term.parts)
         if above.denominator == below.denominator == 1:
@@ -89,7 +89,7 @@ def is_in_lowest_terms(term: Term) -> bool:
 
 
 def check_defined(term: Term) -> None:
-    """Raises Undefined if a part of a term has no value anywhere."""
+    """Raise Undefined if a part of a term has no value anywhere."""
     term = _simplified(_expanded(term))
     if term.kind == "rounded":
         term = term.parts[0]
@@ -114,7 +114,7 @@ def check_defined(term: Term) -> None:
 
 
 def _as_times(wanted: Term, answer: Term, units: Units) -> bool | None:
-    """Compare times of day; an answer such as 10:15 may be a ratio, where the reference is one in lowest terms."""
+    """Compare times of day; an answer such as 10:15 may be a ratio if the reference is one in lowest terms."""
     if wanted.kind != "time":
         if answer.kind != "time":
             return None
@@ -137,7 +137,7 @@ def _seconds(time: Term) -> int:
 
 
 def _as_choices(wanted: Term, answer: Term, units: Units) -> bool | None:
-    """Compare letters of choices; an answer that says what its letter stands for answers that, too."""
+    """Compare letters of choices; an answer "letter and text" may also match by its text."""
     if "choice" not in (wanted.kind, answer.kind):
         return None
     first = wanted.parts[0] if wanted.kind == "choice" else wanted
@@ -147,7 +147,7 @@ def _as_choices(wanted: Term, answer: Term, units: Units) -> bool | None:
 
 
 def _as_rounded(wanted: Term, answer: Term, units: Units) -> bool | None:
-    """Compare "1/3 ≈ 0.33": a reference is the value before the sign; of an answer both count if the second fits."""
+    """Compare "1/3 ≈ 0.33": a reference is the value before the sign; an answer may be either if the second fits."""
     if wanted.kind == "rounded":
         return are_equal(wanted.parts[0], answer, units)
     if answer.kind != "rounded":
@@ -156,7 +156,7 @@ def _as_rounded(wanted: Term, answer: Term, units: Units) -> bool | None:
 
 
 def _is_rounded_well(exact: Term, rounded: Term) -> bool:
-    """Whether a decimal differs from a value by half a unit of its last digit or less."""
+    """True if a decimal differs from a value by at most half a unit of its last digit."""
     exact, rounded = (term.parts[0] if term.kind == "quantity" else term for term in (exact, rounded))
     try:
         values = [value_of(term, Point(0)) for term in (exact, rounded)]
@@ -176,7 +176,7 @@ def _as_words(wanted: Term, answer: Term, _units: Units) -> bool | None:
 
 
 def _in_bases(wanted: Term, answer: Term, units: Units) -> bool | None:
-    """Compare digits where one says its base; both bases where both do."""
+    """Compare digits if one side states its base; also the bases if both do."""
     if "based" not in (wanted.kind, answer.kind):
         return None
     if wanted.kind == answer.kind:
@@ -258,7 +258,7 @@ def _are_same_relations(wanted: Term, answer: Term, units: Units) -> bool:
 
 
 def _assigned(term: Term) -> Term | None:
-    """Return what "x = …", "f(x) = …", "x ∈ …" says of a name, the last member of a chain; None for other relations."""
+    """Return the value in "x = …", "f(x) = …", "x ∈ …", the last member of a chain; None for other relations."""
     if term.kind != "relation" or not (set(term.name) == {"="} or term.name == "∈"):
         return None
     name = term.parts[0]
@@ -272,7 +272,7 @@ def _assigned(term: Term) -> Term | None:
 
 
 def _is_calculated(side: Term) -> bool:
-    """Whether a side of an equation is what was asked for: no letters, or a sum, product or quotient of names."""
+    """True if a side of an equation may be the quantity asked for: no letters, or a sum, product, quotient of names."""
     names = [part for part in side.parts if part.kind in ("symbol", "opaque", "call", "bracketed")]
     is_of_names = side.kind in ("sum", "product", "quotient") and len(names) == len(side.parts) > 1
     return not symbols(side) or is_of_names or side.kind == "call"
@@ -283,7 +283,7 @@ def _reversed(chain: Term) -> Term:
 
 
 def _are_proportional(wanted: Term, answer: Term) -> bool:
-    """Whether one relation is the other times a constant: 2x + 3y = 6 and 4x + 6y = 12, x − 3 ≥ 0 and x ≥ 3."""
+    """True if one relation is the other times a constant: 2x + 3y = 6 and 4x + 6y = 12, x − 3 ≥ 0 and x ≥ 3."""
     first, second = (_reversed(term) if term.name in ">≥" else term for term in (wanted, answer))
     if first.name != second.name or first.name in "∈∉":
         return False
@@ -346,7 +346,7 @@ def _values_in_order(term: Term) -> list[Term]:
 
 
 def _elements(term: Term) -> list[Term]:
-    """Return the elements of a set, a list, "x = 1 or x = 2"; of another term that term."""
+    """Return the elements of a set, a list, "x = 1 or x = 2"; any other term alone."""
     if term.kind not in _COLLECTIONS:
         return [term]
     names = {part.parts[0] if part.kind == "relation" else None for part in term.parts}
@@ -355,7 +355,7 @@ def _elements(term: Term) -> list[Term]:
 
 
 def _is_one_of_each(ours: Sequence[Term], theirs: Sequence[Term], units: Units) -> bool:
-    """Whether each element of one is among those of the other, in any order."""
+    """True if both have the same elements, in any order."""
 
     def holds_all(some: Sequence[Term], others: Sequence[Term]) -> bool:
         return all(any(are_equal(each, other, units) for other in others) for each in some)
@@ -364,7 +364,7 @@ def _is_one_of_each(ours: Sequence[Term], theirs: Sequence[Term], units: Units) 
 
 
 def _are_same_ratios(wanted: Term, answer: Term, units: Units) -> bool:
-    """Whether two ratios are proportional; 2:3 is 2/3, too."""
+    """True if two ratios are proportional; 2:3 also equals 2/3."""
     if wanted.kind == answer.kind:
         ours, theirs = wanted.parts, answer.parts
         pairs = [
@@ -377,7 +377,7 @@ def _are_same_ratios(wanted: Term, answer: Term, units: Units) -> bool:
 
 
 def _are_same_sets(wanted: Term, answer: Term) -> bool:
-    """Whether two terms are the same set of real numbers, as far as marks and points between them tell."""
+    """True if two terms are the same set of real numbers, tested at marks and points between them."""
     if any(len(symbols(term)) > 1 for term in (wanted, answer)):
         return False  # "a = 2, b = 3" is no set of numbers
     with with_digits():
@@ -398,19 +398,19 @@ def _joined_intervals(term: Term) -> Term:
 
 
 def _joints(*terms: Term) -> tuple[str, ...]:
-    """Return how lists of relations may be meant: "x > 1, x < 5", "x < 1, x > 5"; "x = 1, x = 2" in one way only."""
+    """Return possible meanings of lists of relations: "both" and "either"; only "either" for "x = 1, x = 2"."""
     has_equation = any(part.name == "=" for term in terms if _is_system(term) for part in term.parts)
     return ("either",) if has_equation else ("both", "either")
 
 
 def _is_system(term: Term) -> bool:
-    """Whether a list is of relations, which hold together or one by one."""
+    """True for a list of relations, which hold together or one by one."""
     return term.kind == "list" and all(part.kind in ("relation", "both", "either") for part in term.parts)
 
 
 def _agree(ours: _RealSet, theirs: _RealSet) -> bool:
     marks: list[Any] = []
-    for each in sorted((ours, theirs), key=lambda side: not side.is_explicit):  # what is exact first
+    for each in sorted((ours, theirs), key=lambda side: not side.is_explicit):  # the exact one first
         marks += [as_float(mark) for mark in each.marks if not _is_among(as_float(mark), marks)]
     marks.sort()
     places = list(marks)
@@ -427,7 +427,7 @@ def _agree(ours: _RealSet, theirs: _RealSet) -> bool:
 
 
 def _real_set(term: Term) -> _RealSet | None:
-    """Return the set of real numbers that a term stands for; None where it stands for none."""
+    """Return the set of real numbers that a term denotes; None if it denotes none."""
     try:
         match term.kind:
             case "bracketed":
@@ -511,7 +511,7 @@ def _solutions(term: Term) -> _RealSet | None:
     pairs = list(zip(term.name, term.parts, term.parts[1:], strict=False))
     zeros = [_where_equal(low, high, name) for _, low, high in pairs]
     if any(not found and sign in "=≠" for (sign, *_), found in zip(pairs, zeros, strict=True)):
-        return None  # nobody knows where both sides are equal, or they are so nowhere
+        return None  # the places where both sides are equal are unknown, or there are none
     changes = [
         _changes(low, high, name) if found is None else found
         for (_, low, high), found in zip(pairs, zeros, strict=True)
@@ -535,7 +535,7 @@ def _is_among(place: Any, marks: Sequence[Any]) -> bool:
 
 
 def _sides(low: Term, high: Term, given: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the values of both sides.  Raises Undefined where one is not real."""
+    """Return the values of both sides.  Raises Undefined if one is not real."""
     values = [value_of(side, Point(0, given)) for side in (low, high)]
     if not all(map(is_real, values)):
         raise Undefined("no real number")
@@ -543,7 +543,7 @@ def _sides(low: Term, high: Term, given: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _holds(sign: str, low: Any, high: Any, *, is_near: bool) -> bool:
-    """Whether a relation holds; at a place where both sides are equal their values differ by an error of rounding."""
+    """True if a relation holds; is_near: both sides are equal there, and differ by an error of rounding."""
     if are_near(low, high) or (is_near and abs(low - high) <= _NEAR_MARK * (1 + abs(low))):
         return sign in "=≤≥"
     return bool({"<": low < high, "≤": low < high, ">": low > high, "≥": low > high, "≠": True}.get(sign))
@@ -575,14 +575,14 @@ def _changes(low: Term, high: Term, name: str) -> list[Any]:
 
 
 def _size(term: Term) -> int:
-    """Return how many parts a term has; those of sums over a range are too many to count."""
+    """Return the number of a term's parts; sums over a range count as too many."""
     if term.kind in ("sum-over", "product-over"):
         return _LARGEST_SEARCHED
     return 1 + sum(map(_size, term.parts))
 
 
 def _where_equal(low: Term, high: Term, name: str) -> list[Any] | None:
-    """Return all places where two sides are equal; None where they are no polynomials of a low degree."""
+    """Return all places where two sides are equal; None if they are no polynomials of a low degree."""
     gap = Term("sum", (low, Term("negative", (high,))))
     try:
         values = [value_of(gap, Point(0, {name: Fraction(place)})) for place in range(_HIGHEST_DEGREE + 3)]
@@ -654,7 +654,7 @@ def _pushed_in(term: Term) -> Term:
 
 
 def _with_units(term: Term) -> Term:
-    """Return 5m with m for metres."""
+    """Return a term with letters read as units: 5m as 5 metres."""
     if term.kind == "symbol" and may_be_variable(term.name) and (unit := unit_of(term.name)) is not None:
         return Term("quantity", (Term("number", value=Fraction(1)),), unit=unit)
     return Term(term.kind, tuple(map(_with_units, term.parts)), term.name, term.value, term.unit)
@@ -665,10 +665,9 @@ def _times(term: Term, factor: Fraction) -> Term:
 
 
 def _as_shares(wanted: Term, answer: Term) -> bool:
-    """Compare percentages and degrees: with each other, as the number before the sign, and as what they amount to.
+    """Compare percentages and degrees: with each other, as the number before the sign, and as share or radians.
 
-    The number of a reference without a sign may be a percentage or degrees; an answer without one may be its share or
-    radians.
+    A reference without a sign may be in percent or degrees; an answer without one may be the share, or in radians.
     """
     inner = [term.parts[0] if term.kind in ("percent", "degree", "quantity") else term for term in (wanted, answer)]
     if _have_same_value(*inner):
@@ -699,9 +698,9 @@ def _calls(term: Term) -> set[str]:
 
 
 def _agree_at_points(wanted: Term, answer: Term, log_base: int | None) -> bool:
-    """Whether both have the same value wherever both are real; everywhere, if they are never real together.
+    """True if both have the same value at all points where both are real, or at all points if there are none.
 
-    A root or a logarithm of a negative number is a matter of convention, so such points say nothing.
+    Roots and logarithms of negative numbers depend on convention, so such points do not count.
     """
     num_points = _NUM_POINTS if symbols(wanted) | symbols(answer) else 1
     num_real, num_others, others_agree = 0, 0, True
@@ -725,7 +724,7 @@ def _agree_at_points(wanted: Term, answer: Term, log_base: int | None) -> bool:
 
 
 def _key(term: Term) -> tuple[Any, ...]:
-    """Return what is equal for terms that differ in the order of sums and products only."""
+    """Return a key that is equal for terms that only differ in the order of sums and products."""
     parts = [_key(part) for part in term.parts]
     if term.kind in ("sum", "product"):
         parts.sort(key=repr)
@@ -733,14 +732,14 @@ def _key(term: Term) -> tuple[Any, ...]:
 
 
 def _expanded(term: Term) -> Term:
-    """Return a list of both values in place of ±."""
+    """Replace ± by a list of both values."""
     if not _has_two_values(term):
         return term
     return Term("list", tuple(_with_sign(term, is_upper=is_upper) for is_upper in (True, False)))
 
 
 def _simplified(term: Term) -> Term:
-    """Return a matrix in place of its product with a number."""
+    """Replace the product of a matrix and a number by a matrix."""
     factors = term.parts if term.kind in ("product", "quotient", "negative") else ()
     matrices = [part for part in factors if part.kind == "matrix"]
     if len(matrices) != 1 or (term.kind == "quotient" and factors[0].kind != "matrix"):

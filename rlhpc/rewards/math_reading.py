@@ -1,8 +1,8 @@
 r"""Read an answer of mathematics into a term.
 
 Input: a text such as "\frac12", "5 km/h", "x \le 2 \text{ or } x > 3", "\text{Tuesday}".  Output: a Term; Unreadable.
-Nothing is computed here and nothing is guessed: letters multiply ("2xy"), a word stays a word ("ABC" is not A·B·C), and
-what is left over after an expression makes the whole text unreadable.  Work and depth are bounded by the text's length.
+Nothing is computed or guessed here: letters multiply ("2xy"), a word stays a word ("ABC" is not A·B·C), and a rest
+after an expression makes the whole text unreadable.  Work and depth are bounded by the text's length.
 
 The grammar, loosest first:
 
@@ -89,9 +89,9 @@ _SPELT_PRODUCT = re.compile(
     r"[abcxyz]{2,3}|[b-df-hj-np-tv-z]{2,4}|[abcd]{4}|[a-df-hj-z][ei]|[ei][a-df-hj-z]|[abckntxyz]{2}[ei]|"
     r"[B-DF-HJ-NP-TV-Z][b-df-hj-np-tv-z]|[b-df-hj-np-tv-z][B-DF-HJ-NP-TV-Z]"
 )
-_ENDING = re.compile(r"(?:(?<!\.)\.|[,;\s])+$")  # the end of a sentence, but no "..."
+_ENDING = re.compile(r"(?:(?<!\.)\.|[,;\s])+$")  # punctuation at the end of a sentence, but no "..."
 _FONT = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
-_FOR_ALL = re.compile(  # what says for which values something holds; it says nothing about them
+_FOR_ALL = re.compile(  # "for all …": a quantifier, which is dropped
     r"\s*,\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?$|"
     r"[\s,;(]*(?:\\(?:text|mathrm)\s*\{)?[\s,]*(?:\\forall|for (?:all|any|every|each)|where)\}?\s*"
     r"(?:\\text\s*\{)?(?:(?:real|integer|positive|natural|rational|any|an?|numbers?|integers|is|values|of)\s+)*\}?\s*"
@@ -107,7 +107,7 @@ _A_WORD = re.compile(r"[^\W\d_]+")
 
 @lru_cache(512)
 def read(text: str) -> Term:
-    """Return what a text says.  Raises Unreadable if it is no mathematics, no word and no phrase."""
+    """Return a text as a Term.  Raises Unreadable if it is no mathematics, no word and no phrase."""
     if len(text) > LONGEST_TEXT:
         raise Unreadable(f"{len(text)} characters; legal: at most {LONGEST_TEXT}")
     text = _ENDING.sub("", normalised(text))
@@ -150,7 +150,7 @@ def _without_fonts(text: str) -> str:
 
 
 def _words(text: str) -> Term | None:
-    """Read a phrase: words and plain numbers, and nothing that only mathematics has."""
+    """Read a phrase: words and plain numbers, without mathematical signs."""
     bare = re.sub(r"\\(?:text[a-z]*|mbox|mathrm|mathbf|operatorname)\s*(?=\{)", "", text).translate(_NO_BRACES)
     words = re.findall(r"[^\W_]+", bare.casefold())
     if "\\" in bare or not set(bare) & _PHRASE_SIGNS >= set(re.findall(r"[^\w\s]", bare)):
@@ -444,7 +444,7 @@ class _Parser(UnitReader):
         return Term("based", (base,), digits)
 
     def _mixed_part(self, whole: Token) -> Fraction | None:
-        r"""Read what makes a mixed number: "1/4" behind "1 ", "\frac14" behind "1"; None where it is none."""
+        r"""Read the fraction of a mixed number: "1/4" behind "1 ", "\frac14" behind "1"; None if there is none."""
         if whole.value.denominator != 1 or "." in whole.text:
             return None
         above, sign, below, behind = (self._ahead(step) for step in range(4))
@@ -486,7 +486,7 @@ class _Parser(UnitReader):
         return word in _FUNCTIONS or word in _CONSTANTS or word in ("or", "and", "mod")
 
     def _subscripted(self, found: Term, name: str) -> Term:
-        """Read a subscript, which makes another name."""
+        """Read a subscript, which becomes part of the name."""
         if not self._accept("_"):
             return found
         below = self._next.text
@@ -533,7 +533,7 @@ class _Parser(UnitReader):
         return Term("call", (found,), _AS_CALL[opening])
 
     def _outward(self) -> Term:
-        """Read ]a, b[ and ]a, b], which is how an open interval is written in some countries."""
+        """Read ]a, b[ and ]a, b], the notation of open intervals in some countries."""
         self._expect("]")
         outward, self._is_outward = self._is_outward, True
         found = self._deeper(self._items)
@@ -583,7 +583,7 @@ class _Parser(UnitReader):
         return self._subscripted(Term("symbol", name="\\" + name), "\\" + name)
 
     def _tex_argument(self, *, is_root: bool = False) -> Term:
-        r"""Read what TeX takes for an argument: a group, a command, a letter, or one digit."""
+        r"""Read an argument as TeX does: a group, a command, a letter, or one digit."""
         token = self._next
         if token.text == "{":
             return self._group()
@@ -648,7 +648,7 @@ class _Parser(UnitReader):
         return self._tex_argument()
 
     def _argument(self) -> Term:
-        r"""Read what a function is applied to: one bracket, or factors up to a sign or the next function."""
+        r"""Read the argument of a function: one bracket, or factors up to a sign or the next function."""
         if self._next.text in ("(", "{", "[", "|"):
             found = self._atom()
             return self._postfixed(found) if self._next.text in ("!", "°") else found
@@ -690,7 +690,7 @@ class _Parser(UnitReader):
         return Term("call", (found,), "det") if name == "vmatrix" else found
 
     def _cases(self) -> Term:
-        """Read lines of relations, or cases with their conditions, which are compared as they are written."""
+        """Read lines of relations, or cases with their conditions, which are compared as written."""
         parts, has_conditions = [self._item()], False
         while not self._accept(r"\end"):
             if not (joint := self._accept(r"\\", "&", ",")):
@@ -717,7 +717,7 @@ class _Parser(UnitReader):
     # -------------------------------------------------------------------------------------------------- units
 
     def _with_unit(self, value: Term) -> Term | None:
-        """Read a unit behind a value; None, and nothing read, where there is none."""
+        """Read a unit behind a value; None, and nothing read, if there is none."""
         if value.kind == "quantity" or (self._next.kind not in ("word", "letter", "sign", "command")):
             return None
         start, tokens = self._place, list(self._tokens)
@@ -740,7 +740,7 @@ class _Parser(UnitReader):
         return Term("quantity", (value, *product), unit=unit)
 
     def _product_of_letters(self, value: Term, end: int) -> Term:
-        """Read a unit such as "m" once more as letters that are multiplied."""
+        """Read a unit such as "m" again as letters that are multiplied."""
         found = value
         while self._place < end:
             is_below = self._accept("/", *TIMES) is not None and self._tokens[self._place - 1].text == "/"

@@ -1,7 +1,7 @@
 r"""Split an answer, in TeX or as people type, into tokens.
 
-Input: a text of LaTeX, Unicode and words.  Output: a list of tokens, in which one thing has one spelling: "½" and
-\tfrac12 are \frac, "twenty-five" is 25, "5 million" 5000000, "squared" is ^2, \text{…} and fonts are what they hold.
+Input: a text of LaTeX, Unicode and words.  Output: a list of tokens in one spelling: "½" and \tfrac12 are \frac,
+"twenty-five" is 25, "5 million" 5000000, "squared" is ^2, \text{…} and fonts are replaced by their content.
 Pure; the work grows with the length of the text, which is bounded.
 """
 
@@ -29,11 +29,11 @@ from rlhpc.rewards.math_words import (
 
 # ---------------------------------------------------------------------------------------------------------- math tokens
 
-MOST_DIGITS = 5_000  # that the exponent of 1e400 may ask for
+MOST_DIGITS = 5_000  # of a number with an exponent, such as 1e400
 
 
 class Unreadable(ValueError):
-    """The text is no mathematics that is understood here."""
+    """A text that cannot be read as mathematics here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Token:
     r"""One sign, number, word, letter or command.
 
     kind: "number" and "scale" (with their values), "letter", "word" (two letters or more), "command", "sign".
-    has_gap: whether blanks stand before it.  is_upright: whether it stands in \text{…} or \mathrm{…}.
+    has_gap: blanks before it.  is_upright: inside \text{…} or \mathrm{…}.
     """
 
     kind: str
@@ -165,7 +165,7 @@ _OPENING, _CLOSING = frozenset(("(", "[", r"\{")), frozenset((")", "]", r"\}"))
 
 
 def normalised(text: str) -> str:
-    """Return the text with one spelling for each sign, without what only moves signs about, and without its dollars."""
+    """Return the text with one spelling for each sign, without spacing commands, and without its dollars."""
     text = unicodedata.normalize("NFC", text)
     text = _VULGAR.sub(_fraction, text)
     text = _RAISED_RUN.sub(lambda run: "^{" + "".join(_RAISED[sign] for sign in run[0]) + "}", text)
@@ -253,7 +253,7 @@ def _number(match: re.Match[str]) -> Fraction:
 
 
 def _with_words_read(tokens: list[Token]) -> list[Token]:
-    """Return the tokens with words for operations and numbers in place of these words."""
+    """Return the tokens with words for operations and numbers replaced by these."""
     found: list[Token] = []
     place = int(_lower(tokens, 0) in ("a", "an", "the") and len(tokens) > 1 and _is_plain_word(tokens[1]))
     while place < len(tokens):
@@ -270,18 +270,18 @@ def _with_words_read(tokens: list[Token]) -> list[Token]:
 
 
 def _is_hyphen(tokens: list[Token], place: int, before: list[Token]) -> bool:
-    """Whether a minus is the hyphen of "5-million" or "2-thirds"."""
+    """True if a minus is the hyphen of "5-million" or "2-thirds"."""
     joins = before and before[-1].kind == "number" and tokens[place].text == "-" and not tokens[place].has_gap
     return bool(joins) and (_lower(tokens, place + 1) in SCALES or _lower(tokens, place + 1) in PARTS)
 
 
 def _is_plain_word(token: Token) -> bool:
-    """Whether an article may stand before a word: it is no number, scale or part."""
+    """True for a word that is no number, scale or part, so that an article may precede it."""
     return token.kind == "word" and token.has_gap and token.text.lower() not in {*NUMBERS, *SCALES, *PARTS, "and", "or"}
 
 
 def _lower(tokens: list[Token], place: int) -> str:
-    """Return the word at a place, "" where there is none; an article is one."""
+    """Return the word at a place, in lower case, "" if there is none; articles count as words."""
     if not 0 <= place < len(tokens) or tokens[place].kind not in ("word", "letter"):
         return ""
     return tokens[place].text.lower()
@@ -316,7 +316,7 @@ def _quantity(tokens: list[Token], place: int, before: list[Token]) -> tuple[lis
         last = before.pop()
         return [replace(last, value=last.value * scale, text="")], end
     if value is None and not has_article and is_part and _lower(tokens, end - 1) not in ("half", "quarter"):
-        return None  # "third" alone is a place in an order
+        return None  # "third" alone is an ordinal
     amount = (1 if value is None else value) * scale
     if is_part and amount < 1 and len(before) > 1 and _lower(before, len(before) - 1) == "and":
         whole = before[-2]
@@ -331,7 +331,7 @@ def _ends_factor(token: Token) -> bool:
 
 
 def _cardinal(tokens: list[Token], place: int) -> tuple[int | None, int]:
-    """Return the value of "two hundred and twenty-five thousand six", and the place behind it; None: no number word."""
+    """Return the value of "two hundred and twenty-five thousand six", and the next place; None: no number word."""
     if _lower(tokens, place) not in NUMBERS:
         return None, place
     total, current, room = 0, 0, 10**30
@@ -369,10 +369,10 @@ def _scale(tokens: list[Token], place: int) -> tuple[Fraction, int]:
 #
 # Read units from tokens: "km/h", "m^2", "red balls in total", "dollars per day", "\frac{\text{m}}{\text{s}}".
 #
-# Input: tokens (math_tokens.py) and a place among them.  Output: a Unit, or None, where no unit stands there.
+# Input: tokens and a place among them.  Output: a Unit, or None if there is no unit at that place.
 
 _PER = ("/", "per", "a", "an", "every")
-_MOST_WORDS = 8  # beside something that is counted
+_MOST_WORDS = 8  # beside a counted thing
 TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 
 
@@ -408,7 +408,7 @@ class UnitReader:
             raise Unreadable(f"{self._next.text or 'the end'!r} stands where {text!r} is due")
 
     def _unit(self) -> Unit | None:
-        """Read things that are counted, words beside them, and measures: "red balls in total", "km/h", "m^2"."""
+        """Read counted things, words beside them, and measures: "red balls in total", "km/h", "m^2"."""
         found = None
         while True:
             start = self._place
@@ -427,7 +427,7 @@ class UnitReader:
         return found
 
     def _per(self, above: Unit) -> Unit | None:
-        """Read the "per hour" of "dollars per hour"; None, and nothing read, where there is none."""
+        """Read the "per hour" of "dollars per hour"; None, and nothing read, if there is none."""
         place = self._place
         if not self._accept(*_PER):
             return None
@@ -476,7 +476,7 @@ class UnitReader:
         return unit_of(self._ahead(step).text) is not None
 
     def _is_unit_here(self, *, is_first: bool) -> bool:
-        """Whether a letter that is a unit or a variable is the unit: upright, or alone behind a number and a gap."""
+        """True if an ambiguous letter is a unit, not a variable: upright, or alone behind a number and a gap."""
         token, before = self._next, self._tokens[self._place - 1]
         if token.kind != "letter" or token.is_upright or not is_first or not may_be_variable(token.text):
             return True

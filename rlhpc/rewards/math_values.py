@@ -1,8 +1,8 @@
 """Compute the value of a term, within bounds.
 
-Input: a term and a point, which gives letters their values.  Output: a Fraction if it is rational,
-else a number of mpmath to 160 digits.  Numbers of more than _MOST_BITS are not computed (TooLarge), sums of more than
-_MOST_STEPS steps neither; what is undefined, as 1/0, is Undefined.
+Input: a term and a point, which gives letters their values.  Output: a Fraction if it is rational, else a number of
+mpmath to 160 digits.  Raises TooLarge for numbers of more than _MOST_BITS and sums of more than _MOST_STEPS steps,
+Undefined for terms without a value, such as 1/0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhpc.rewards.math_words import COUNT, Unit, unit_of
 
 # ----------------------------------------------------------------------------------------------------------- math terms
 #
-# What an answer of mathematics says, as a tree, and how small trees are joined.
+# An answer of mathematics as a tree, and functions that join small trees.
 #
 # A Term is made by math_reading.py, evaluated by math_values.py and compared by math_equality.py.
 
@@ -51,14 +51,14 @@ class Term:
 
 
 def has_phrase(term: Term) -> bool:
-    """Whether several words in a row are part of a term, as a name or as all of it."""
+    """True if several words in a row are part of a term, as a name or as the whole term."""
     return (term.kind in ("words", "symbol") and " " in term.name.removeprefix("set ")) or any(
         map(has_phrase, term.parts)
     )
 
 
 def depth_of(term: Term) -> int:
-    """Return how many levels a term has."""
+    """Return the number of levels of a term."""
     depth, level = 0, [term]
     while level:
         depth, level = depth + 1, [part for each in level for part in each.parts]
@@ -93,7 +93,7 @@ def added(first: Term, second: Term) -> Term:
 
 
 def with_unit_of_last(found: Term) -> Term:
-    """Return "36 − 9π cm²" as a quantity: the unit behind a sum is that of all of it."""
+    """Return "36 − 9π cm²" as a quantity: the unit behind a sum applies to the whole sum."""
     if found.kind != "sum":
         return found
     last = found.parts[-1]
@@ -125,7 +125,7 @@ def joined_quantity(items: list[Term], joints: list[str]) -> Term | None:
 
 
 def proper_fraction(above: Fraction, below: Fraction) -> Fraction | None:
-    """Return a fraction of whole numbers below 1; None where it is none."""
+    """Return a fraction of whole numbers below 1; None for any other."""
     is_proper = above.denominator == below.denominator == 1 and 0 < above < below
     return above / below if is_proper else None
 
@@ -134,8 +134,8 @@ def proper_fraction(above: Fraction, below: Fraction) -> Fraction | None:
 #
 # Read a number as people write it in an answer: "1,234", "$18", "-0.50", "3/4", "40%", "12 eggs".
 #
-# The quick way, which most answers take: exact (fractions, not floats) and strict.  A text that holds anything besides
-# one number, its currency or percent sign and one unit is not a plain number; math_reading.py reads all others.  Pure.
+# The fast path of most answers: exact (fractions, not floats) and strict.  A text with anything besides one number, its
+# currency or percent sign and one unit is not a plain number, and is read by math_reading.py.  Pure.
 
 _NUMBER = re.compile(
     r"""
@@ -190,7 +190,7 @@ class PlainNumber:
 
 
 def parse_plain_number(text: str) -> PlainNumber | None:
-    """Return the number, or None where the text is not exactly one plain number."""
+    """Return the number; None if the text is not exactly one plain number."""
     if len(text) > LONGEST_TEXT:
         return None
     if _TO_RESPELL.search(text):
@@ -221,7 +221,7 @@ def parse_plain_number(text: str) -> PlainNumber | None:
 _MOST_BITS = 1 << 17
 _MOST_STEPS = 4_000
 _LARGEST_ARGUMENT = 10**15
-_LARGEST_MAGNITUDE = 10**9  # of a power, in bits, where it is not computed exactly
+_LARGEST_MAGNITUDE = 10**9  # of a power, in bits, if it is not computed exactly
 _LARGEST_FACTORIAL = 10_000
 _DIGITS = (40, 160)
 _NEAR, _TINY = mpmath.mpf(10) ** -100, mpmath.mpf(10) ** -60
@@ -242,7 +242,7 @@ class TooLarge(ValueError):
 
 
 class Point:
-    """Values for letters: those that are given; for others numbers between −3 and 3 that depend on name and seed."""
+    """Values of letters: given ones; for others numbers between −3 and 3 that depend on name and seed."""
 
     def __init__(self, seed: int, given: Mapping[str, Any] | None = None, *, log_base: int | None = None) -> None:
         self.seed = seed
@@ -251,7 +251,7 @@ class Point:
         self.steps = 0
 
     def value(self, name: str) -> Any:
-        """Return the value of a letter; positive ones at each second point."""
+        """Return the value of a letter; positive at every second point."""
         if name in self.given:
             return self.given[name]
         draw = zlib.crc32(f"{self.seed} {name} {self.seed}".encode())
@@ -262,7 +262,7 @@ class Point:
 def value_of(term: Term, point: Point) -> Any:
     """Return the value: a Fraction, or mpf or mpc of 160 digits.  Raises Undefined and TooLarge.
 
-    It is computed with 40 digits, too: what shrinks with more digits is zero, what grows was divided by such a zero.
+    Also computed with 40 digits: a value that shrinks with more digits is zero, one that grows was divided by zero.
     """
     rough = _checked(term, point, _DIGITS[0])
     if isinstance(rough, Fraction):
@@ -282,7 +282,7 @@ def value_of(term: Term, point: Point) -> Any:
 
 
 def are_near(first: Any, second: Any) -> bool:
-    """Whether two values are equal: exactly, or to a hundred digits."""
+    """True if two values are equal: exactly, or to a hundred digits."""
     if isinstance(first, Fraction | int) and isinstance(second, Fraction | int):
         return first == second
     if any(isinstance(value, mpmath.mpf) and mpmath.isinf(value) for value in (first, second)):
@@ -293,7 +293,7 @@ def are_near(first: Any, second: Any) -> bool:
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value has no imaginary part."""
+    """True for a value without an imaginary part."""
     return not isinstance(value, mpmath.mpc)
 
 
@@ -307,7 +307,7 @@ def as_float(value: Any) -> Any:
 
 @lru_cache(256)
 def symbols(term: Term) -> frozenset[str]:
-    """Return the letters and words of a term that stand for numbers."""
+    """Return the letters and words of a term that denote numbers."""
     if term.kind == "symbol":
         return frozenset({term.name})
     if term.kind == "opaque":
@@ -322,7 +322,7 @@ def _opaque_name(term: Term) -> str:
 
 @contextmanager
 def with_digits(number: int = _DIGITS[1]) -> Iterator[None]:
-    """Compute with so many digits."""
+    """Compute with this many digits in the block."""
     with mpmath.workdps(number):
         yield
 
@@ -372,7 +372,7 @@ def _constant(term: Term, point: Point) -> Any:
 
 
 def _combined(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
-    """Combine two values, exactly where both are fractions."""
+    """Combine two values, exactly if both are fractions."""
     if isinstance(first, Fraction) and isinstance(second, Fraction):
         return _bounded(combine(first, second))
     return combine(_float(first), _float(second))
@@ -412,7 +412,7 @@ def _raised(base: Any, exponent: Any) -> Any:
 
 
 def _root(term: Term, point: Point) -> Any:
-    """Return the real root where there is one."""
+    """Return the real root if there is one."""
     base, degree = (_value(part, point) for part in term.parts)
     if degree == 0:
         raise Undefined("there is no root of degree 0")

@@ -1,6 +1,6 @@
-"""Words that stand in answers of mathematics: units, things that are counted, scales, numbers, operations.
+"""Words in answers of mathematics: units, counted things, scales, numbers, operations.
 
-Only what is in these tables has a meaning; any other word is compared as a word (math_reading.py).
+Only words in these tables have a meaning; any other word is compared as a word (math_reading.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
 
-Dimensions = tuple[tuple[str, int], ...]  # sorted: (("length", 1), ("time", -1)); of what is counted: ()
+Dimensions = tuple[tuple[str, int], ...]  # sorted: (("length", 1), ("time", -1)); of counted things: ()
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What it measures, and how many of the base unit it is.  Units without dimensions are things that are counted."""
+    """Dimensions of a unit, and its size in base units.  Units without dimensions are counted things."""
 
     dimensions: Dimensions
     factor: Fraction = Fraction(1)
@@ -80,7 +80,7 @@ _MEASURES = {
     "area": "1 acre",
     "hectare": "1 hectare ha",
 }  # fmt: skip
-_VARIABLES = frozenset("msghlLNJWVAKCB")  # a unit or a variable, where nothing says that it is upright
+_VARIABLES = frozenset("msghlLNJWVAKCB")  # a unit or a variable, unless it is upright
 _SHORT_SCALES = frozenset("KB")  # 5 K may be 5000
 
 # Things that people count, in the plural; their singular is added.
@@ -157,7 +157,7 @@ _SINGULARS = {"primes": "primes", "squares": "squares", "cubes": "cubes", "buses
               "women": "woman", "people": "person", "mice": "mouse", "teeth": "tooth",
               "geese": "goose", "vertices": "vertex", "dice": "die", "leaves": "leaf", "loaves": "loaf",
               "knives": "knife", "shelves": "shelf", "scarves": "scarf", "grandchildren": "grandchild"}  # fmt: skip
-# Words beside a thing that is counted, which change nothing: "12 red balls left".
+# Words beside a counted thing that change nothing: "12 red balls left".
 _BESIDE = (
     "altogether apiece big black blue brown different distinct each extra full gold gray green grey in large left long "
     "more new of old orange pink positive possible purple real red regular remaining silver small tall the total "
@@ -223,17 +223,17 @@ CURRENCY_SIGNS = "$€£¥₹₱₩"
 
 
 def unit_of(word: str) -> Unit | None:
-    """Return the unit that a word spells; None where it is none.  Capitals count up to three letters: mW is not MW."""
+    """Return the unit that a word spells, or None.  Case matters up to three letters: mW is not MW."""
     return UNITS.get(word) or (UNITS.get(word.lower()) if len(word) > 3 else None)
 
 
 def may_be_variable(word: str) -> bool:
-    """Whether a word that spells a unit is rather a letter of an expression, unless it is upright."""
+    """True for a unit that may be a letter of an expression, unless it is upright."""
     return word in _VARIABLES
 
 
 def may_be_scale(word: str) -> bool:
-    """Whether a letter that spells a unit may also be short for a scale."""
+    """True for a letter that spells a unit and may also abbreviate a scale."""
     return word in _SHORT_SCALES
 
 
@@ -243,12 +243,12 @@ def abbreviation(word: str) -> str | None:
 
 
 def is_beside_unit(word: str) -> bool:
-    """Whether a word beside something counted changes nothing: "12 red balls left"."""
+    """True for a word beside a counted thing that changes nothing: "12 red balls left"."""
     return word.lower() in _BESIDE.split()
 
 
 def is_needless(word: str) -> bool:
-    """Whether a word behind a number alone changes nothing: "12 in total"."""
+    """True for a word behind a bare number that changes nothing: "12 in total"."""
     return word.lower() in _NEEDLESS
 
 
@@ -284,7 +284,7 @@ PARTS: Mapping[str, Fraction] = MappingProxyType(
     | {word + "th" + ending: Fraction(1, 10**power) for word, power in _POWERS.items() for ending in ("", "s")}
 )  # fmt: skip
 
-# Phrases, longest first, and what they are in TeX.
+# Phrases, longest first, and their form in TeX.
 _PHRASES = tuple(
     (tuple(phrase.split()), tex)
     for phrase, tex in (
@@ -317,7 +317,7 @@ _PHRASES = tuple(
         ("equals", "="),
     )
 )
-PHRASES: Mapping[str, str] = MappingProxyType(  # whole answers, and what they are in TeX
+PHRASES: Mapping[str, str] = MappingProxyType(  # whole answers, and their form in TeX
     dict.fromkeys(("all real numbers", "all reals", "all real x", "the set of all real numbers"), r"\mathbb{R}")
     | dict.fromkeys(
         ("no solution", "no solutions", "no real solution", "no real solutions", "there is no solution",

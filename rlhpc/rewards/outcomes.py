@@ -1,19 +1,19 @@
-"""What judging a completion comes to: outcomes, failures and their counts, and the messages in which they travel.
+"""Results of judging completions: outcomes, failures and their counts, and the messages that carry them.
 
-In this file: failures; the gate that waits, and then ends a run, when they are too many; functions given the whole
-record; what a function returned; functions of many completions; frames between a pool and its workers.
+In this file: failures; the gate that waits, and then ends a run, when there are too many; functions given the whole
+record; conversion of returned values; functions of many completions; frames between a pool and its workers.
 
-A reward function of a user's own may return, besides a RewardOutcome:
+A user's reward function may return, besides a RewardOutcome:
 
     True, False                        reward 1.0 or 0.0
     a number                           the reward; correct from 1.0 on
     {"reward": 0.5, "is_correct": …}   "score" is another name of the reward, "acc" of is_correct, "pred" of answer;
                                        "detail", "answer" and "rewards_at" as in a RewardOutcome; every other number is
                                        a part, other texts and None are left out
-    a coroutine (async def)            what it returns
+    a coroutine (async def)            its result
 
-Numbers and truths may be numpy's or torch's, as comparisons of arrays give them.  as_outcome makes a RewardOutcome of
-what was returned, whose numbers the worker checks.
+    Numbers and booleans may be numpy's or torch's, such as results of comparisons of arrays.  as_outcome converts
+    returned values to a RewardOutcome, whose numbers the worker checks.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from rlhpc.protocol.types import Verdict
 # Input: the outcome of each completion.  Output: counts and seconds by task, as metrics of a heartbeat.
 
 RAISED = "raised"  # an exception
-INVALID = "invalid"  # it returned no finite number, or nothing that could be a reward
+INVALID = "invalid"  # it returned no finite number, or another type
 TIMED_OUT = "timed_out"  # its worker was killed
 DIED = "died"  # its worker ended
 OUT_OF_MEMORY = "out_of_memory"  # MemoryError; its worker was replaced
 UNSENT = "unsent"  # the completion cannot be sent to a worker
 FAILURES = (RAISED, INVALID, TIMED_OUT, DIED, OUT_OF_MEMORY, UNSENT)
-UNANSWERED = "unanswered"  # no reward service has answered; counted by who has asked
-OF_AGENTS = "agent_"  # before the kind of an agent's own failure, which no worker of ours has died of
+UNANSWERED = "unanswered"  # no reward service has answered; counted by the client
+OF_AGENTS = "agent_"  # prefix of an agent's own failures, of which no worker of ours has died
 KILLS_ITS_WORKER = frozenset({DIED, OUT_OF_MEMORY})
 
 JUDGED = "judged"  # completions, with a verdict or without
-BATCH_FAILED = "batch_failed"  # batches without any verdict, whose completions were judged again, each alone
-FORKED = "forked"  # processes that were left behind, and killed
+BATCH_FAILED = "batch_failed"  # batches without any verdict, whose completions were judged again one by one
+FORKED = "forked"  # processes left behind, and killed
 SECONDS = "seconds"  # of judging, waiting for a worker not included
 COSTS = ("judge_requests", "judge_retries", "judge_cached", "judge_prompt_tokens", "judge_completion_tokens", "judge_s")
 FIGURES = (JUDGED, *FAILURES, BATCH_FAILED, FORKED, SECONDS, *COSTS)
@@ -74,7 +74,7 @@ class TaskCounts:
     def count(
         self, task: str, seconds: float, failure: str = "", num_forked: int = 0, costs: Mapping[str, float] = NO_COSTS
     ) -> None:
-        """One completion; failure: one of FAILURES, or "" for one that was judged; costs: by names of COSTS."""
+        """Count one completion; failure: one of FAILURES, or "" if it was judged; costs: by names of COSTS."""
         self._figures[task, JUDGED] += 1
         self._figures[task, SECONDS] += seconds
         for name, amount in costs.items():
@@ -110,11 +110,11 @@ def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 # ----------------------------------------------------------------------------------------------------------- error gate
 #
-# Wait while verifiers fail too often, and stop a run if they go on; else a broken one looks like a worse policy.
+# Wait while verifiers fail too often, and stop the run if that lasts: a broken verifier looks like a worse policy.
 #
 # Input: verdicts, and groups that are refused because their prompt is quarantined.  Output: whether leases may be
-# granted; StarvedError or RoleFailed.  Looks at the last `window` verdicts; the limit is a share of the whole window,
-# so that one early error does not stop a run, while a verifier that always fails is found after max_share · window.
+# granted; StarvedError or RoleFailed.  Counts the last `window` verdicts; the limit is a share of the whole window, so
+# that one early error does not stop a run, while a verifier that always fails is found after max_share · window.
 # Errors are counted by cause: the kind of failure, QUARANTINED, LEASES_LOST.
 #
 #     open ── too many errors ──▶ waiting: a lease now and then ── a verdict, or patience_s are over ──▶ trying
@@ -122,15 +122,15 @@ def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 #      │                             └── too many errors, patience_s since the first are not over ─────────┤
 #      └── few errors for half of patience_s, or a whole window without too many ──────────────────────────┴─▶ raises
 #
-# A generator on which all agents fail while others have verdicts (its node lacks what they need) fails fast, and would
-# be given most leases: after errors in a row it is given none for a while, longer each time.
+# A generator on which all agents fail while others have verdicts (its node lacks their requirements) fails fast, and
+# would get most leases: after consecutive errors it gets none for a while, longer each time.
 
 log = logging.getLogger("rlhpc.rewards")
 
-QUARANTINED = "quarantined"  # cause: nothing was sampled, because of what happened before
-LEASES_LOST = "leases_lost"  # cause: a sample was leased so often in vain
+QUARANTINED = "quarantined"  # cause: the prompt was not sampled, because of earlier deaths
+LEASES_LOST = "leases_lost"  # cause: a sample lost all its leases
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # between two leases while it waits
-MOST_IN_A_ROW = 8  # errors of one generator, in as many verdicts of others
+MOST_IN_A_ROW = 8  # consecutive errors of one generator, during as many verdicts of others
 LONGEST_PAUSE_OF_ONE_S = 60.0  # for a generator
 _UNNAMED = "verifier_error"
 _SHOWN_DETAILS = 3
@@ -140,10 +140,10 @@ _SHOWN_DETAILS = 3
 class _Row:
     """Errors of one generator since its last verdict."""
 
-    num_verdicts_before: int  # of all, when it began
+    num_verdicts_before: int  # of all generators, when the row began
     num_errors: int = 0
     pause_s: float = 0.0
-    free_at_s: float = -math.inf  # it is given no lease before
+    free_at_s: float = -math.inf  # it gets no lease before
 
 
 class ErrorGate:
@@ -152,18 +152,18 @@ class ErrorGate:
     def __init__(
         self, max_share: float, window: int = 200, *, patience_s: float = 0.0, clock: Clock = time.monotonic
     ) -> None:
-        """max_share: highest share of errors that is tolerated, 0–1 (rewards.max_error_share).
+        """max_share: highest tolerated share of errors, 0–1 (rewards.max_error_share).
 
-        patience_s: for which it waits from the first time on that there are more (rewards.error_patience_s).
+        patience_s: how long it waits, from the first excess on (rewards.error_patience_s).
         """
         self._max_share, self._window = max_share, window
         self._patience_s, self._clock = patience_s, clock
-        self._last: deque[str] = deque(maxlen=window)  # causes since it has last waited; "": a verdict
-        self._recent: deque[bool] = deque(maxlen=window)  # the same without a break, for people: whether it is an error
-        self._details: dict[str, None] = {}  # errors that differ, since it has last waited; the last one last
+        self._last: deque[str] = deque(maxlen=window)  # causes since the last wait; "": a verdict
+        self._recent: deque[bool] = deque(maxlen=window)  # True for an error, across waits; for people
+        self._details: dict[str, None] = {}  # distinct errors since the last wait, in order of last occurrence
         self._num_since_verdict = 0  # errors
-        self._began_s: float | None = None  # when there were first too many
-        self._ended_s = 0.0  # when it has last ceased to wait
+        self._began_s: float | None = None  # when there were too many for the first time
+        self._ended_s = 0.0  # end of the last wait
         self._waits = False  # for the first verdict
         self._pause_s = self._next_lease_s = 0.0
         self._rows: dict[str, _Row] = {}  # by generator
@@ -172,7 +172,7 @@ class ErrorGate:
         self.latest = ""  # the last error, in words
 
     def count(self, verdict: Verdict, detail: str = "", failure: str = "", holder: str = "") -> None:
-        """Record one verdict; `detail` is shown if the gate closes, failure is its kind; holder: who has sampled it."""
+        """Record one verdict; `detail`: shown if the gate closes; failure: its kind; holder: its generator."""
         is_error = verdict is Verdict.VERIFIER_ERROR
         if is_error:
             self._slow_down(holder, detail)
@@ -182,7 +182,7 @@ class ErrorGate:
         self._count((failure or _UNNAMED) if is_error else "", detail)
 
     def _slow_down(self, holder: str, detail: str) -> None:
-        """Count an error of a generator; of many while others have verdicts, have it pause."""
+        """Count an error of a generator; after many, while others have verdicts, let it pause."""
         row, now_s = self._rows.setdefault(holder, _Row(self._num_verdicts)), self._clock()
         row.num_errors += 1
         is_alone = self._num_verdicts - row.num_verdicts_before >= MOST_IN_A_ROW
@@ -206,7 +206,7 @@ class ErrorGate:
                 del self._details[next(iter(self._details))]
             self.latest = detail
         if cause and self.is_waiting:
-            return  # one of those that were sampled meanwhile, or tried
+            return  # sampled before the wait, or as a trial
         if self._waits and not cause:
             self._waits, self._ended_s = False, self._clock()
             log.warning("there are verdicts again, after %.0f s", self._waited_s)
@@ -220,24 +220,24 @@ class ErrorGate:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for what fails."""
+        """True while the gate waits for a failing verifier."""
         return self._waits and self._waited_s < self._patience_s
 
     def may_lease(self, holder: str) -> bool:
-        """Whether a generator may be granted a lease now: while the gate waits, one of all is from time to time."""
+        """True if a generator may get a lease now: while the gate waits, one lease in all now and then."""
         if self.is_waiting:
             return self._clock() >= self._next_lease_s
         row = self._rows.get(holder)
         return row is None or self._clock() >= row.free_at_s
 
     def lease_granted(self) -> None:
-        """A lease was granted: while it waits, the next one follows after a longer pause."""
+        """Record a lease: while the gate waits, the pause before the next one grows."""
         if self.is_waiting:
             self._next_lease_s = self._clock() + self._pause_s
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
 
     def document(self) -> dict[str, Any]:
-        """Errors of the attempt by cause, the last one, how long it has waited and who pauses, for status.json."""
+        """JSON for status.json: the attempt's errors by cause, the last error, time waited, pausing generators."""
         more: dict[str, Any] = {}
         if self.is_waiting:
             more |= {"waited_s": round(self._waited_s), "patience_s": self._patience_s}
@@ -248,10 +248,9 @@ class ErrorGate:
     def check(self, most_in_a_row: int = 0) -> None:
         """Wait if more than max_share · window of the last verdicts are errors; raise if that has lasted too long.
 
-        most_in_a_row: errors without a verdict between them that are too many whatever max_share is; 0: any number.
-        Raises RoleFailed; StarvedError where another attempt would not help: most of the errors are refusals, none is a
-        verdict, or it has waited already.  Where all are invalid, it does not wait either: a function that returns
-        what is no reward does so however long one waits.
+        most_in_a_row: consecutive errors that are too many whatever max_share is; 0: any number.  Raises RoleFailed;
+        StarvedError if another attempt would not help: most errors are refusals, there is no verdict, or it has already
+        waited.  It does not wait if all errors are "invalid": a function that returns no reward would not change.
         """
         num_errors = len(self._last) - self._last.count("")
         is_closed = num_errors > self._max_share * self._window
@@ -272,7 +271,7 @@ class ErrorGate:
         raise StarvedError(f"{self._in_a_row()}{waited}: no batch can be filled; {self._said()}")
 
     def _is_over(self, num_errors: int) -> bool:
-        """Whether what has failed works again for so long that it may fail another time."""
+        """True if verifiers have worked for so long again that a new failure may be waited for."""
         size = len(self._last)
         if num_errors == size or self._waits:
             return False
@@ -309,7 +308,7 @@ class ErrorGate:
         )
 
     def _said(self) -> str:
-        remedy = ""  # first: details may be long, and whoever shows a last line may cut it
+        remedy = ""  # at the beginning, since a long message may be cut
         if QUARANTINED in self._last:
             remedy = "quarantined prompts are listed by `rlhpc status`, and sampled again after a resume with "
             remedy += "--lift-quarantine; "
@@ -327,16 +326,16 @@ def _counted(causes: Counter[str]) -> str:
 #     def judge(completion, record):   # the second parameter has this name
 #         return verl_score(record["data_source"], completion, record["reward_model"]["ground_truth"])  # noqa: ERA001
 #
-# The run file has data.reference_field = "*", by which the reference is the record as JSON.
+# The run file has data.reference_field = "*": the reference is the record as JSON.
 
-PARAMETER = "record"  # the name by which a function asks for it
+PARAMETER = "record"  # name of the parameter that gets the record
 PLACE = 1  # after the completion
 
 
 def given_its_record(function: Callable[..., object], names: Sequence[str]) -> RewardFunction:
-    """The function itself, or where it asks for a record one that reads it from the reference; names: its parameters.
+    """The function, wrapped to parse the record from the reference if it has that parameter; names: its parameters.
 
-    That raises ValueError for a reference that is no object in JSON.
+    The wrapper raises ValueError for a reference that is no JSON object.
     """
     if tuple(names[PLACE : PLACE + 1]) != (PARAMETER,):
         return function
@@ -348,7 +347,7 @@ def given_its_record(function: Callable[..., object], names: Sequence[str]) -> R
 
 
 def record_of(reference: str) -> dict[str, Any]:
-    """The record that a reference is.  Raises ValueError if it is no object in JSON."""
+    """Parse a reference that is a whole record.  Raises ValueError if it is no JSON object."""
     try:
         record: dict[str, Any] = dict(json.loads(reference))
     except (TypeError, ValueError) as error:  # of json, or because it is a list or a number
@@ -361,7 +360,7 @@ def record_of(reference: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- returned  # noqa: ERA001
 
 CORRECT_FROM = 1.0
-LARGEST = 1e30  # of a reward: float32, in which rewards are kept, has it, and the sum of any batch of it
+LARGEST = 1e30  # reward: float32, the type of stored rewards, can hold it, and the sum of any batch of it
 _REWARD, _IS_CORRECT = ("reward", "score"), ("is_correct", "acc")
 _KEPT = {"detail": "detail", "pred": "answer", "answer": "answer", "rewards_at": "rewards_at"}
 
@@ -374,11 +373,11 @@ class JudgedOutcome(RewardOutcome):
 
 
 class NoReward(TypeError):
-    """What was returned is none of the above."""
+    """A returned value of none of these types."""
 
 
 def as_outcome(returned: object) -> RewardOutcome:
-    """The outcome that was returned.  Raises NoReward for anything else, naming it; what a coroutine raises."""
+    """Convert a returned value.  Raises NoReward for other types, naming the value; errors of a coroutine."""
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     match returned := _plain(returned):
@@ -395,7 +394,7 @@ def as_outcome(returned: object) -> RewardOutcome:
 
 
 def fault_of(name: str, value: object) -> str:
-    """What is wrong with a reward or a part of one; "": nothing."""
+    """Fault of a reward or a part of one; "": none."""
     if isinstance(value, bool) or not isinstance(value, float | int) or not -math.inf < value < math.inf:
         return f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}"
     shown = f"{value:g}" if abs(value) <= sys.float_info.max else "a number beyond 1.8e308"
@@ -403,7 +402,7 @@ def fault_of(name: str, value: object) -> str:
 
 
 def sendable(text: str) -> str:
-    """The text with halves of surrogate pairs, which JSON and programs can spell and no message can have, spelt out."""
+    """The text with lone surrogates, which JSON can spell but no message can hold, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -423,12 +422,12 @@ def _of_mapping(returned: Mapping[Any, Any]) -> RewardOutcome:
 
 
 def _plain(value: object) -> Any:
-    """Python's own number or truth in place of numpy's or torch's; others as they are."""
+    """Convert a number or boolean of numpy or torch to Python's; other values are unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def _is_true(value: object) -> bool:
-    """Raises NoReward for what says neither: "no" would count as true."""
+    """Convert to bool.  Raises NoReward for other types: "no" would count as true."""
     match value := _plain(value):
         case bool() | None:
             return bool(value)
@@ -438,12 +437,12 @@ def _is_true(value: object) -> bool:
 
 
 def _number(value: object) -> Any:
-    """A float; what is none stays as it is, for the worker to name it."""
+    """Convert to float; other values are unchanged, so that the worker names them."""
     return _as_float(value) if isinstance(value, Real) else value
 
 
 def _as_float(value: Real) -> float:
-    """Raises NoReward for a whole number of hundreds of digits, which JSON and Python have and floats have not."""
+    """Convert to float.  Raises NoReward for an integer of hundreds of digits, which floats cannot hold."""
     try:
         return float(value)
     except OverflowError as error:
@@ -452,15 +451,15 @@ def _as_float(value: Real) -> float:
 
 # -------------------------------------------------------------------------------------------------------------- batched
 #
-# Reward functions that take many completions at once: those with a parameter called `completions`.
+# Reward functions of many completions at once: those with a parameter called `completions`.
 #
 #    def judge(completions, references)                lists of texts
 #    def judge(completions, records)                   the whole records of the dataset, with data.reference_field = "*"
 #    def judge(prompts, completions, answer, **kwargs)   as TRL calls its functions: fields of the records, by name
 #
-# Each parameter is given by name, and is a list as long as the batch.  `prompts` is the field prompt; a parameter with
-# a default keeps it if a record lacks the field; **kwargs gets every other field that all records have. It returns a
-# list of what a function of one completion may return, in the same order; async def is allowed.
+# Each parameter is passed by name, and is a list as long as the batch.  `prompts` is the field prompt; a parameter with
+# a default keeps it if a record lacks the field; **kwargs gets every other field that all records have.  The function
+# returns a list of values as for one completion, in the same order; async def is allowed.
 
 COMPLETIONS, REFERENCES, RECORDS = "completions", "references", "records"
 OF_BATCHES = (COMPLETIONS, REFERENCES, RECORDS)  # parameters that are never fields
@@ -469,24 +468,24 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def is_batched(names: Iterable[str]) -> bool:
-    """Whether a function with these parameters takes many completions at once."""
+    """True if a function with these parameters takes many completions at once."""
     return COMPLETIONS in names
 
 
 def asks_for_fields(names: Sequence[str]) -> bool:
-    """Whether a batched function with these parameters needs more of the records than their references."""
+    """True if a batched function with these parameters needs fields of the records besides references."""
     return any(name not in (COMPLETIONS, REFERENCES) for name in names)
 
 
 class BatchedFunction:
-    """A RewardFunction that may also be asked for many completions."""
+    """A RewardFunction that can also judge many completions at once."""
 
     def __init__(
         self, key: str, function: Callable[..., object], arguments: Mapping[str, object] = MappingProxyType({})
     ) -> None:
-        """Raises ConfigError for parameters that have no name.
+        """Raises ConfigError for positional-only parameters.
 
-        arguments: given by name with every batch; they hide fields of the records.
+        arguments: passed by name with every batch; they hide fields of the records.
         """
         self._function, self._constant = function, dict(arguments)
         signature = inspect.signature(function).parameters
@@ -500,12 +499,12 @@ class BatchedFunction:
                 )
 
     def __call__(self, completion: str, reference: str) -> object:
-        """A batch of one."""
+        """Judge a batch of one."""
         (only,) = self.judge_all([completion], [reference])
         return only
 
     def judge_all(self, completions: Sequence[str], references: Sequence[str]) -> list[object]:
-        """What is returned for each.  Raises NoReward unless it is a list of as many; what the function raises."""
+        """Returned values, one per completion.  Raises NoReward unless it is such a list; errors of the function."""
         returned = self._function(**self._arguments(completions, references), **self._constant)
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
@@ -535,7 +534,7 @@ class BatchedFunction:
         except ValueError:
             if needs_records:
                 raise
-            return arguments  # references are no records, so that there is nothing for **kwargs
+            return arguments  # references are no records: **kwargs stays empty
         if RECORDS in self._parameters:
             arguments[RECORDS] = records
         for name, parameter in self._parameters.items():
@@ -566,9 +565,9 @@ class BatchedFunction:
 #
 # Messages between a reward pool and its worker processes, over a pair of pipes.
 #
-# A frame is a length (4 bytes, little-endian) and a msgspec message.  The worker says Ready once; after that one
-# Replies answers one JudgeRequest, and one Turn one DialogueRequest, strictly in turn.  Nothing here can run code of
-# the other side: no pickle.
+# A frame is a length (4 bytes, little-endian) and a msgspec message.  The worker sends Ready once; after that one
+# Replies answers one JudgeRequest, and one Turn one DialogueRequest, strictly in turn.  No pickle: neither side can run
+# code of the other.
 
 
 HEADER_BYTES = 4
@@ -579,11 +578,11 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     """The worker has imported its reward functions, or has failed to and exits."""
 
     error: str
-    batched: tuple[str, ...] = ()  # of its tasks: those whose function takes many completions at once
+    batched: tuple[str, ...] = ()  # its tasks whose function takes many completions at once
 
 
 class JudgeRequest(msgspec.Struct, array_like=True, frozen=True, tag="judge"):
-    """Judge these: several only where the task's function is batched."""
+    """Judge completions: several only if the task's function is batched."""
 
     task: str
     completions: list[str]
@@ -592,7 +591,7 @@ class JudgeRequest(msgspec.Struct, array_like=True, frozen=True, tag="judge"):
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """The outcome of one completion; if `error` is not empty the rest has no meaning."""
+    """The outcome of one completion; if `error` is not empty the rest is meaningless."""
 
     reward: float = 0.0
     is_correct: bool = False
@@ -606,7 +605,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answered(msgspec.Struct, array_like=True, frozen=True):
-    """What every answer says of the work on it; if `error` is not empty the rest of it has no meaning."""
+    """Common fields of all answers; if `error` is not empty the rest of the answer is meaningless."""
 
     error: str = ""
     failure: str = ""  # as of a Reply, costs too
@@ -629,21 +628,21 @@ class DialogueRequest(msgspec.Struct, array_like=True, frozen=True, tag="dialogu
     record: str  # JSON
     turns: list[str]  # of the policy, all so far
     task: str  # whose reward function judges the last turn
-    answer: str  # the last turn as that function is to read it
+    answer: str  # the last turn, as passed to that function
     reference: str
     is_last: bool  # there will be no other turn, whether the environment is done or not
     memory_limit_bytes: int = 0  # as of a JudgeRequest
 
 
 class Turn(Answered, array_like=True, frozen=True, tag="turn"):
-    """What an environment answers."""
+    """An environment's answer."""
 
     messages: tuple[dict[str, str], ...] = ()
     reward: float = 0.0  # of all turns so far
     is_correct: bool = False
     parts: dict[str, float] = {}
     detail: str = ""
-    is_done: bool = False  # the environment is
+    is_done: bool = False  # the environment is done
     is_over: bool = False  # the rewards are final
 
 

@@ -1,4 +1,4 @@
-"""Score completions in processes that may hang or die without affecting anything else.
+"""Score completions in processes that may hang or die without affecting others.
 
 Input: (task, completion, reference).  Output: Judgement.  Each worker has one completion at a time, so that
 verifier_error is always assigned to the completion that caused it.  A hung worker is killed, a dead one is replaced;
@@ -53,27 +53,27 @@ from rlhpc.rewards.task_settings import worker_environment
 
 # ---------------------------------------------------------------------------------------------------------------- turns
 #
-# Which waiting completion gets the next idle worker: tasks in turn, so that none of them blocks the others.
+# Assignment of idle workers to waiting completions: tasks in turn, so that none of them blocks the others.
 #
-# Input: workers that become idle, tasks that wait.  Output: a worker for each.  The task that has the fewest workers
-# comes first.  A task that has lost a worker (it hung, or killed its process) gets one at a time until it has given one
-# back whole: with several workers the other tasks go on as before.
+# Input: workers that become idle, tasks that wait.  Output: a worker for each.  The task with the fewest workers comes
+# first.  A task that has lost a worker (it hung, or killed its process) gets one at a time until it has returned one
+# whole: with several workers, other tasks are not affected.
 
 Worker = TypeVar("Worker")
 
 
 class Turns(Generic[Worker]):
-    """Idle workers, and who waits for one.  Belongs to one event loop."""
+    """Idle workers, and the completions that wait for one.  Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._idle: deque[Worker] = deque()
-        self._waiting: dict[str, deque[asyncio.Future[Worker]]] = {}  # by task; the one served last stands last
+        self._waiting: dict[str, deque[asyncio.Future[Worker]]] = {}  # by task; the task served last is last
         self._held: defaultdict[str, int] = defaultdict(int)  # workers by task
-        self._suspects: set[str] = set()  # tasks that have lost a worker since they gave one back
+        self._suspects: set[str] = set()  # tasks that have lost a worker since they last returned one
         self._end = ""
 
     async def take(self, task: str) -> Worker:
-        """Wait for a worker.  Raises RoleFailed once there will be none any more."""
+        """Wait for a worker.  Raises RoleFailed once the pool has ended."""
         if self._end:
             raise RoleFailed(self._end)
         if self._idle and not self._waiting and self._may_take(task):
@@ -90,7 +90,7 @@ class Turns(Generic[Worker]):
             raise
 
     def exchange(self, taken: Worker, wanted: Worker) -> Worker:
-        """The wanted worker in place of one that was taken, if it is idle; else the one that was taken."""
+        """Exchange the taken worker for the wanted one, if that is idle; return the worker to use."""
         if wanted not in self._idle:
             return taken
         self._idle.remove(wanted)
@@ -98,7 +98,7 @@ class Turns(Generic[Worker]):
         return wanted
 
     def give_back(self, task: str, worker: Worker) -> None:
-        """The worker has answered, and may be asked again."""
+        """Return a worker that has answered."""
         self._held[task] -= 1
         self._suspects.discard(task)
         self.add(worker)
@@ -109,7 +109,7 @@ class Turns(Generic[Worker]):
         self.add(worker)
 
     def lose(self, task: str) -> None:
-        """The worker that the task had is gone."""
+        """Record that a task's worker is gone."""
         self._held[task] -= 1
         self._suspects.add(task)
         self._serve()
@@ -120,7 +120,7 @@ class Turns(Generic[Worker]):
         self._serve()
 
     def end(self, why: str) -> None:
-        """All that wait, or come later, get RoleFailed with this text."""
+        """Fail present and future waits with RoleFailed and this text."""
         self._end = why
         for turns in self._waiting.values():
             for turn in turns:
@@ -152,7 +152,7 @@ class Turns(Generic[Worker]):
 # One worker process as its pool sees it: started, asked, killed.
 #
 # Input: JudgeRequest or DialogueRequest.  Output: Replies or Turn.  Every way in which a process can fail to answer
-# becomes WorkerLost; after that only kill() may be called.  One question at a time.
+# becomes WorkerLost; after that only kill() may be called.  One request at a time.
 
 _READY = msgspec.msgpack.Decoder(Ready)
 _REPLY: msgspec.msgpack.Decoder[Replies | Turn] = msgspec.msgpack.Decoder(Replies | Turn)
@@ -181,9 +181,9 @@ class WorkerProcess:
 
     @classmethod
     async def spawn(cls, tasks: Sequence[str], memory_limit_bytes: int, settings: Mapping[str, str]) -> WorkerProcess:
-        """Start the process; it is not ready yet.  Call from the thread that lives as long as the workers shall.
+        """Start the process; it is not ready yet.  Call it in a thread that outlives the workers.
 
-        It leads a process group of its own, so that what a reward function starts dies with it.  It is set to die with
+        It leads a process group of its own, so that processes started by a reward function die with it.  It dies with
         the thread that starts it (PR_SET_PDEATHSIG counts threads, not processes).
         Raises OSError if no process can be started.
         """
@@ -202,7 +202,7 @@ class WorkerProcess:
         return self._process.pid
 
     async def wait_until_ready(self, timeout_s: float) -> tuple[str, ...]:
-        """Wait until it has imported its reward functions; returns tasks that are batched.  Raises WorkerLost."""
+        """Wait until it has imported its reward functions; returns the batched tasks.  Raises WorkerLost."""
         ready = await self._receive(_READY, timeout_s)
         if ready.error:
             raise WorkerLost(f"worker cannot start: {ready.error}")
@@ -211,7 +211,7 @@ class WorkerProcess:
     async def ask(self, request_frame: bytes, timeout_s: float) -> Replies | Turn:
         """Send an encoded JudgeRequest or DialogueRequest; return its answer.
 
-        Raises WorkerLost, in `timeout_s` at most, and a moment later where the process has closed its pipe.
+        Raises WorkerLost, after `timeout_s` at most, or a moment later if the process has closed its pipe.
         """
         self._requests.write(request_frame)
         return await self._receive(_REPLY, timeout_s)
@@ -231,14 +231,14 @@ class WorkerProcess:
 
     async def kill(self) -> None:
         """End the process, and its whole group, now; wait until it is gone.  Idempotent."""
-        # Its own exit leaves what it started behind in the group, so the group is signalled even then.
+        # Its exit leaves its children behind in the group, so the group is signalled even then.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._requests.close()
         await self._process.wait()
 
     async def _how_it_ended(self) -> str:
-        """Describe the end of a process that has closed its pipe, which it does a moment before it ends."""
+        """Describe the end of a process that has closed its pipe, a moment before it ends."""
         try:
             async with asyncio.timeout(_LAST_MOMENT_S):
                 status = await self._process.wait()
@@ -251,8 +251,8 @@ class WorkerProcess:
 
 log = logging.getLogger("rlhpc.rewards")
 
-_MAX_FAILED_STARTS = 5  # consecutive; then something is wrong with the node
-MOST_HELD = 1 << 16  # dialogues whose worker is remembered
+_MAX_FAILED_STARTS = 5  # consecutive; more mean a fault of the node
+MOST_HELD = 1 << 16  # dialogues with a known worker
 _MOST_LOGGED = 100  # tracebacks
 _FIRST_BACKOFF_S = 0.1  # doubled with every failed start
 
@@ -272,7 +272,7 @@ class Judgement:
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A completion that is to be judged."""
+    """A completion to be judged."""
 
     completion: str
     reference: str
@@ -302,32 +302,32 @@ class RewardPool:
     ) -> None:
         """Start nothing yet.
 
-        timeout_s: for judging one completion, waiting for a free worker not included.
+        timeout_s: for judging one completion, without the wait for a free worker.
         preload_tasks: reward functions that a worker imports before it takes its first completion.
         memory_limit_bytes: address space of one worker (RLIMIT_AS); 0 for no limit.
         task_timeout_s, task_memory_bytes: other limits, of single tasks.
-        batch_size: completions that a batched function is given at most; timeout_s holds for all of them together.
-        environment: variables of the workers, beside those of this process.
+        batch_size: most completions passed to a batched function; timeout_s applies to all of them together.
+        environment: variables of the workers, besides those of this process.
         """
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self._preload_tasks = tuple(preload_tasks)
         self._memory_limit_bytes, self._start_timeout_s = memory_limit_bytes, start_timeout_s
         self._task_timeout_s, self._task_memory_bytes = dict(task_timeout_s or {}), dict(task_memory_bytes or {})
         self._environment = dict(environment or {})
-        self._workers: set[WorkerProcess] = set()  # all that may be alive
+        self._workers: set[WorkerProcess] = set()  # that may be alive
         self._turns: Turns[WorkerProcess] = Turns()
-        self._holders: dict[str, WorkerProcess] = {}  # by dialogue: who has taken its turns so far
+        self._holders: dict[str, WorkerProcess] = {}  # by dialogue: the worker that has taken its turns so far
         self._batched: set[str] = set()  # tasks whose function takes many completions at once
         self._batch_size = batch_size
         self._waiting: defaultdict[str, deque[_Asked]] = defaultdict(deque)  # for these tasks
-        self._num_serving: defaultdict[str, int] = defaultdict(int)  # by task: how many of _serving
+        self._num_serving: defaultdict[str, int] = defaultdict(int)  # by task: number of _serving
         self._serving: set[asyncio.Task[None]] = set()
-        self.failed_batches: dict[str, str] = {}  # by task: how the last one has failed
+        self.failed_batches: dict[str, str] = {}  # by task: error of the last one
         self._replacements: set[asyncio.Task[None]] = set()
         self._limits: dict[WorkerProcess, float] = {}  # seconds, of workers that are being asked
         self._end = ""  # why the pool accepts no more work
         self.num_restarts = 0  # workers replaced since the start
-        self._logged: set[tuple[str, ...]] = set()  # causes: the name, and lines of a traceback that name places
+        self._logged: set[tuple[str, ...]] = set()  # causes: exception name, and the traceback's lines with places
         self.counts = TaskCounts()
 
     async def __aenter__(self) -> Self:
@@ -341,19 +341,19 @@ class RewardPool:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that are alive or being started."""
+        """Process ids of workers that are alive or starting."""
         return tuple(sorted(worker.pid for worker in self._workers))
 
     @property
     def patience_s(self) -> float:
-        """Seconds in which something comes of what is going on: a verdict, a new worker, or the end of the pool."""
+        """Seconds within which current work ends: in a verdict, a new worker, or the end of the pool."""
         starting_s = (self._start_timeout_s + 2**_MAX_FAILED_STARTS * _FIRST_BACKOFF_S) * _MAX_FAILED_STARTS
         return max([0.0, *self._limits.values(), starting_s if self._replacements else 0.0])
 
     async def start(self) -> None:
         """Start all workers and wait until they are warm.
 
-        Raises RoleFailed if one does not come up (the user's module cannot be imported, for example); none is left.
+        Raises RoleFailed if one does not start (the user's module cannot be imported, for example); none is left.
         """
         starts = (self._add_worker() for _ in range(self._num_workers))
         failures = [end for end in await asyncio.gather(*starts, return_exceptions=True) if end is not None]
@@ -362,15 +362,15 @@ class RewardPool:
             raise RoleFailed(f"reward pool: {failures[0]}") from failures[0]
 
     def judges_together(self, task: str) -> bool:
-        """Return whether completions that wait at the same time are judged in one call; known once it has started."""
+        """Return whether waiting completions are judged in one call; known once the pool has started."""
         return task in self._batched
 
     async def judge(self, task: str, completion: str, reference: str) -> Judgement:
         """Score one completion.  Pure: may be repeated.
 
         Returns verdict VERIFIER_ERROR if the function raised, returned no finite number, ran out of time or killed its
-        process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker, but
-        where completions are judged together: there it affects no other one.
+        process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker,
+        except for batched functions, where it does not affect other completions.
         """
         asked = _Asked(completion, reference)
         try:
@@ -393,7 +393,7 @@ class RewardPool:
         return encode_frame(JudgeRequest(task, completions, references, self._memory_of(task)))
 
     async def _serve(self, task: str) -> None:
-        """Have what waits for a batched function judged, until nothing waits."""
+        """Have completions judged by a batched function, until none waits."""
         waiting, batch = self._waiting[task], list[_Asked]()
         try:
             while waiting:
@@ -430,11 +430,11 @@ class RewardPool:
     async def _judge_together(
         self, task: str, worker: WorkerProcess, batch: Sequence[_Asked]
     ) -> list[Judgement] | None:
-        """Have a worker judge, and give it back.  None if a batch has failed; that of one completion is its verdict."""
+        """Have a worker judge, and return it.  None if a batch of several failed; a single one gets its verdict."""
         began = time.monotonic()
         try:
             frame = self._frame(task, batch)
-        except ValueError as error:  # each alone is short enough
+        except ValueError as error:  # too long together: each alone is short enough
             self._turns.put_back(task, worker)
             said = Replies(f"cannot be sent to a worker: {error}", UNSENT)
         else:
@@ -464,8 +464,7 @@ class RewardPool:
         """Have an environment take the last turn of a dialogue.  May be repeated; failures and limits as in judge().
 
         Limits are those of the dialogue's task; turns and failures are counted under the environment's name.  The
-        worker that has taken the turns before is asked, if it is idle; another one takes them again, and is given the
-        time for it.
+        worker that has taken the earlier turns is used if it is idle; another one replays them, and gets extra time.
         """
         name = dialogue.environment
         try:
@@ -492,9 +491,9 @@ class RewardPool:
     async def _ask(
         self, kind: type[_Answer], name: str, worker: WorkerProcess, frame: bytes, timeout_s: float
     ) -> _Answer:
-        """Ask, and give the worker back; if it is lost the answer says so.  Raises RoleFailed if the pool has ended.
+        """Ask a worker, and return it; if it is lost the answer says so.  Raises RoleFailed if the pool has ended.
 
-        name: the task or environment that has the worker.
+        name: the task or environment that uses the worker.
         """
         is_whole, began = False, time.monotonic()
         self._limits[worker] = timeout_s
@@ -502,7 +501,7 @@ class RewardPool:
             answer = await worker.ask(frame, timeout_s)
             assert isinstance(answer, kind)
             self._log_once(name, answer)
-            is_whole = answer.failure != OUT_OF_MEMORY  # it may never give that memory back
+            is_whole = answer.failure != OUT_OF_MEMORY  # it may never free that memory
         except WorkerLost as loss:
             if self._end:
                 raise RoleFailed(f"reward pool: {self._end}") from loss
@@ -523,7 +522,7 @@ class RewardPool:
         return answer
 
     def _log_once(self, name: str, reply: Answered) -> None:
-        """Log the traceback of what the user's code has raised, the first from each place."""
+        """Log the traceback of an exception of the user's code, the first from each place."""
         cause = name, *(line for line in reply.traceback.splitlines() if line.startswith("  File "))
         if reply.traceback and cause not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(cause)
@@ -598,7 +597,7 @@ def _failed(why: str, failure: str) -> Judgement:
 
 # ------------------------------------------------------------------------------------------------------------ open pool
 #
-# A reward pool as the run file says, for all who judge: the service, evaluations, `rlhpc reward`.
+# A reward pool from the run file: for the service, evaluations and `rlhpc reward`.
 
 _START_S, _START_OF_ONE_S = 60.0, 5.0  # the second: of a worker on a core that it shares with others
 
@@ -611,10 +610,10 @@ def open_pool(
     judge_cache: Path | None = None,
     with_environments: bool = False,
 ) -> RewardPool:
-    """A pool as the run file says, not started yet; num_workers: 0 for rewards.workers_per_replica.
+    """A pool from the run file, not started yet; num_workers: 0 for rewards.workers_per_replica.
 
-    judge_cache: directory for replies of a judge; None: none is kept.  with_environments: workers import the datasets'
-    environments, and load what these need, before they are ready.
+    judge_cache: directory for replies of a judge; None: no cache.  with_environments: workers import and open the
+    datasets' environments before they are ready.
     """
     rewards = config.rewards
     num_workers = num_workers or rewards.workers_per_replica
@@ -632,5 +631,5 @@ def open_pool(
 
 
 def start_timeout_s(num_workers: int, num_cores: int) -> float:
-    """Seconds for workers that start at the same time: all import at once, on the cores that this process may use."""
+    """Time limit for workers that start together and import on the cores that this process may use."""
     return _START_S + _START_OF_ONE_S * num_workers / num_cores

@@ -24,9 +24,9 @@ _CANNOT_READ = (ArithmeticError, AttributeError, LookupError, RecursionError, Sy
 
 
 def reasoning_gym(completion: str, reference: str) -> RewardOutcome:
-    """The library's score; 0 where its scorer cannot read the answer and can read that of the problem, or would run it.
+    """The library's score; 0 if its scorer cannot read the answer but reads the right one, or would execute the answer.
 
-    Raises ValueError for a reference that is no such entry, and what a scorer raises that can read neither.
+    Raises ValueError for a reference that is no such entry, and the scorer's error if it cannot read the right answer.
     """
     name, entry, settings = read_reference(reference)
     answer = final_answer(completion)

@@ -1,4 +1,4 @@
-"""References and answers of the task reasoning_gym, read without the library, which a login node may not have."""
+"""References and answers of the task reasoning_gym, parsed without the library, which a login node may lack."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhpc.sandbox.values import decode
 
 # ------------------------------------------------------------------------------------------------------ harmless answer
 #
-# Whether an answer may be given to a scorer that has Python evaluate it.
+# Check whether an answer may be passed to a scorer that evaluates it as Python.
 #
-# Scorers of reasoning-gym read expressions and lists by eval and by SymPy's parse_expr, which is eval, too: an answer
-# of the policy would run as a program of the reward worker, outside of the sandbox, with the rights of the run.
+# Scorers of reasoning-gym read expressions and lists by eval and by SymPy's parse_expr, which also uses eval: an answer
+# of the policy would run as code in the reward worker, outside of the sandbox, with the rights of the run.
 #
-# Input: an answer, and the right one.  Output: bool.  Harmless are expressions of numbers, letters, with a number or
-# without, and mathematical functions: no attribute, no other name; and literals whose texts are such expressions, too:
-# SymPy's diff evaluates a text that parse_expr has returned, so that the program may stand in quotes.
+# Input: an answer, and the right one.  Output: bool.  Harmless are expressions of numbers, letters (perhaps with a
+# number) and mathematical functions, without attributes and other names; and literals whose texts are such expressions:
+# SymPy's diff evaluates a text that parse_expr has returned, so that code may be hidden in quotes.
 
 
 # Kinds of reasoning-gym 0.1.25 whose scorers evaluate.
@@ -40,7 +40,7 @@ _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
 def is_harmless(answer: str, right: str) -> bool:
-    """right: the answer that the problem came with, whose names may be used."""
+    """True if an answer may be evaluated; right: the problem's own answer, whose names may be used."""
     if answer == right:
         return True
     try:
@@ -58,7 +58,7 @@ def _is_expression(text: str, right: str) -> bool:
 
 
 def _texts(literal: Any) -> Iterator[str | bytes]:
-    """Those in it, at any depth."""
+    """Texts and bytes in a literal, at any depth."""
     match literal:
         case str() | bytes():
             yield literal
@@ -76,7 +76,7 @@ _SHOWN_CHARACTERS = 80
 
 
 def read_reference(reference: str) -> tuple[str, Any, Any]:
-    """(name of the dataset, entry, settings) of what data.source writes.  Raises ValueError if it is something else."""
+    """Parse a reference of data.source: (name of the dataset, entry, settings).  Raises ValueError for any other."""
     try:
         read = json.loads(reference)
         return str(read["dataset"]), decode(read["entry"]), decode(read["settings"])
@@ -88,5 +88,5 @@ def read_reference(reference: str) -> tuple[str, Any, Any]:
 
 
 def check_reasoning_gym(reference: str) -> None:
-    """Raises ValueError if it is no entry of data.source."""
+    """Raise ValueError for a reference that is no entry of data.source."""
     read_reference(reference)

@@ -3,7 +3,7 @@
 In this file: functions as other systems call them; the registry; tasks that combine others.
 
 Input: a task name.  Output: a RewardFunction.  A name is one of the table below, or "package.module:function" of the
-user's own.  Functions are named as text, so that the table can be read without importing what the functions need.
+user.  The table has import paths, so that it can be read without importing the functions' dependencies.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from rlhpc.rewards.task_settings import ARGUMENTS, task_settings
 
 # ------------------------------------------------------------------------------------------------------ foreign rewards
 #
-# Reward functions as other systems call them: known by the names of their parameters, answered with what calls them.
+# Reward functions written for other systems: recognised by the names of their parameters; advice on a wrapper.
 #
-# Input: the names of a function and of its parameters.  Output: whose it is, and the line that makes a reward function
-# of ours of it, "" for one that can be called as ours; docs/coming_from.md has the table, which a test compares.
+# Input: the names of a function and of its parameters.  Output: the system, and the line of a wrapper that makes it a
+# reward function of ours, "" if none is needed; docs/coming_from.md has the table, which a test compares.
 
 PAGE = "docs/coming_from.md, Reward functions"
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """How one system calls a reward function."""
+    """The calling convention of one system's reward functions."""
 
     system: str
-    named: tuple[str, ...]  # parameters by which it is known
-    ours: str  # parameters of the function here that calls it, "": it cannot be called
-    arguments: Mapping[str, str] = field(default_factory=dict)  # its parameters, and what they are here
+    named: tuple[str, ...]  # parameters by which it is recognised
+    ours: str  # parameters of the wrapper, "": it cannot be wrapped
+    arguments: Mapping[str, str] = field(default_factory=dict)  # its parameters → expressions of ours
     note: str = ""
 
 
@@ -149,16 +149,16 @@ FOREIGN: tuple[Foreign, ...] = (
         note="f(completion, reference): sample.response is the first, sample.label the second",
     ),
 )
-_BY_NAME = ("verification_info", "sample")  # a second parameter that is no reference
-_ASKED = ("prompt", "question", "query")  # a first parameter that is no completion, nor a reference
+_BY_NAME = ("verification_info", "sample")  # second parameters that are no reference
+_ASKED = ("prompt", "question", "query")  # first parameters that are neither completion nor reference
 _COMPLETIONS = ("completion", "response", "solution_str", "model_output", "generation", "prediction")
 _REFERENCES = ("reference", "ground_truth", "gold", "target", "label", "expected")
 
 
 def foreign_reward(name: str, required: Sequence[str], names: Sequence[str]) -> str:
-    """Return what to say of a reward function that cannot be called as ours, "" if it can, or is not known.
+    """Return advice for a reward function of another system, "" for ours or an unknown one.
 
-    required: its parameters without a default, names: all that may be given by position.
+    required: its parameters without a default; names: all positional ones.
     """
     if "completions" not in names and len(required) <= 2 <= len(names) and {*required} <= {*names}:
         first, second = names[:2]
@@ -211,12 +211,12 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 )
 
 
-# Tasks that read what stands before an answer, or take it for one: a thinking model's thoughts are cut off for them.
+# Tasks that read text before an answer, or might take it for the answer: thoughts are cut off for them.
 JUDGE_EVERYTHING = frozenset(
     ("exact_match", "instruction_following", "json_schema", "llm_judge", "multiple_choice", "regex", "token_f1")
 )
 
-# The same for checks of a reference before a run; each function raises ValueError, which says what is legal.
+# Import paths of checks of references before a run; each raises ValueError with the legal values.
 CHECKS: Mapping[str, str] = MappingProxyType(
     {name: f"{path.partition(':')[0]}:check_{name}" for name, path in BUILT_IN.items() if name != "llm_judge"}
     | {
@@ -228,16 +228,16 @@ CHECKS: Mapping[str, str] = MappingProxyType(
 
 
 def task_names() -> tuple[str, ...]:
-    """Names that need no import path, sorted."""
+    """Names of built-in tasks, sorted."""
     return tuple(sorted(BUILT_IN))
 
 
 def validate_task(task: str, arguments: Collection[str] = ()) -> None:
-    """Check a task name without importing anything of the user's.
+    """Check a task name without importing user code.
 
-    arguments: names of those that the run file has for it.
+    arguments: names of its arguments in the run file.
     Raises ConfigError if the name is neither in the table nor an import path, as user_code.look_up, or if the function
-    is called in the way of another system.
+    is written for another system.
     """
     path = _import_path(task)
     look_up(KEY, path, repr(task))
@@ -248,7 +248,7 @@ def validate_task(task: str, arguments: Collection[str] = ()) -> None:
 
 
 def asks_for_record(task: str, arguments: Collection[str] = ()) -> bool:
-    """Whether its function needs the whole record, as far as the text of its module tells; nothing is imported.
+    """True if a task's function needs the whole record, by the source of its module; nothing is imported.
 
     arguments: as of validate_task.
     """
@@ -257,7 +257,7 @@ def asks_for_record(task: str, arguments: Collection[str] = ()) -> bool:
 
 
 def resolve(task: str) -> RewardFunction:
-    """Import the task's function; one that asks for the record gets it, one that is batched is a BatchedFunction.
+    """Import the task's function, wrapped if it takes the record; a batched one becomes a BatchedFunction.
 
     Raises ConfigError if the name is illegal, or as user_code.load and BatchedFunction.
     """
@@ -270,7 +270,7 @@ def resolve(task: str) -> RewardFunction:
         )
     try:
         names = tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of C, perhaps
+    except (TypeError, ValueError):  # perhaps written in C
         names = ()
     arguments = json.loads(os.environ.get(ARGUMENTS, "{}")).get(task, {})
     given = OF_BATCHES if is_batched(names) else names[: PLACE + 1]
@@ -281,16 +281,16 @@ def resolve(task: str) -> RewardFunction:
 
 
 def reference_check(task: str) -> Callable[..., None] | None:
-    """A function that raises ValueError for a reference that the task cannot read; None for a task of the user's own.
+    """A function that raises ValueError for a reference that the task cannot read; None for a user's task.
 
-    Those are not imported before a run: a login node may not have what they need.
+    User code is not imported before a run: a login node may lack its dependencies.
     """
     path = CHECKS.get(task)
     return None if path is None else cast(Callable[..., None], load(KEY, path, repr(task)))
 
 
 def _without(arguments: Collection[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Parameters that do not have their values from the run file."""
+    """Parameters without a value in the run file."""
     return tuple(name for name in names if name not in arguments)
 
 
@@ -308,15 +308,15 @@ def _import_path(task: str) -> str:
 #
 # A task that combines others: [composite.NAME] of the run file.
 #
-# Input: a completion and a reference, which is the same for every part, or a record of which each part is given a
-# field. Output: a RewardOutcome: the weighted sum of the parts' rewards, correct where one of them is.  A part that
-# cannot judge leaves the whole without a verdict.
+# Input: a completion and a reference, which is the same for every part, or a record of which each part gets a field.
+# Output: a RewardOutcome: the weighted sum of the parts' rewards, correct if one part is.  If a part cannot judge, the
+# whole has no verdict.
 
 _SHOWN_CHARACTERS = 120  # of each part's detail
 
 
 def resolve_composite(task: str) -> RewardFunction:
-    """The function of a task, of a composite too.  Raises ConfigError as registry.resolve."""
+    """The function of a task or a composite.  Raises ConfigError as registry.resolve."""
     settings = task_settings().composite.get(task)
     return resolve(task) if settings is None else Composite(settings)
 
@@ -324,7 +324,7 @@ def resolve_composite(task: str) -> RewardFunction:
 def composite_reference_check(
     task: str, composites: Mapping[str, CompositeConfig], judge: JudgeConfig, sandbox: SandboxConfig | None = None
 ) -> Callable[[str], None] | None:
-    """A function that raises ValueError for a reference that the task, or a part of a composite, cannot read."""
+    """A check that raises ValueError for a reference that the task, or a part of a composite, cannot read."""
     if task == "llm_judge":
         # Imported here because only this task needs it before a run.
         from rlhpc.rewards import llm_judge
@@ -363,7 +363,7 @@ def _field(record: Mapping[str, Any], name: str | None, whole: str) -> str:
         raise ValueError(f"the record has no field {name!r}, which composite.fields names; it has {', '.join(record)}")
     value = record[name]
     if isinstance(value, float) and math.isfinite(value):
-        return format(Decimal(repr(value)), "f")  # as data/record_source.py has it, without an exponent
+        return format(Decimal(repr(value)), "f")  # without an exponent, as in data/record_source.py
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -376,7 +376,7 @@ class Composite:
         self._functions = {name: resolve(task) for name, task in settings.tasks.items()}
 
     def __call__(self, completion: str, reference: str) -> RewardOutcome:
-        """Parts: each part's reward under its name, and its own parts as NAME.PART.  Raises what a part raises."""
+        """Parts: each part's reward by its name, and its own parts as NAME.PART.  Raises errors of the parts."""
         given = references(self._settings, reference)
         found = {name: as_outcome(judge(completion, given[name])) for name, judge in self._functions.items()}
         parts: dict[str, float] = {}

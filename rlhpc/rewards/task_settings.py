@@ -1,4 +1,4 @@
-"""The run file's settings for tasks: a reward worker has them in its environment (VARIABLE), which the service sets."""
+"""The run file's settings for tasks, passed to reward workers in an environment variable (VARIABLE) by the service."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLE = "RLHPC_TASKS"
 
 
 class TaskSettings(Section):
-    """What a reward worker is given."""
+    """Settings passed to a reward worker."""
 
     composite: dict[str, CompositeConfig] = Field(default={})
     instructions: InstructionsConfig = InstructionsConfig()
@@ -30,11 +30,11 @@ class TaskSettings(Section):
     text: TextConfig = TextConfig()
     judge: JudgeConfig = JudgeConfig()
     judge_cache: str = ""  # directory; "": no reply is kept
-    num_workers: int = 1  # of all services, among which the judge's rate is shared
+    num_workers: int = 1  # of all services: they share the judge's rate
 
 
 def worker_environment(config: Config, judge_cache: Path | None = None) -> dict[str, str]:
-    """What reward workers need to judge as the run file says."""
+    """Environment variables with which reward workers judge as configured."""
     settings = TaskSettings(
         composite=config.composite,
         instructions=config.instructions,
@@ -50,5 +50,5 @@ def worker_environment(config: Config, judge_cache: Path | None = None) -> dict[
 
 @cache
 def task_settings() -> TaskSettings:
-    """The settings of this process; the defaults where there is no run."""
+    """The settings of this process; the defaults outside of a run."""
     return TaskSettings.model_validate(json.loads(os.environ.get(VARIABLE, "{}")))

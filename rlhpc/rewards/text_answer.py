@@ -1,16 +1,16 @@
-"""Tasks that compare an answer with a reference as texts, and the answer in a completion.
+"""Tasks that compare an answer with a reference as texts, and extraction of the answer from a completion.
 
 In this file: the last marked answer; "multiple_choice"; "regex"; "exact_match" and "token_f1".
 
-"exact_match" and "token_f1" say whether the answer equals the reference, and how much they share.  Input: a completion
-and a reference, which is a text or a JSON list of texts of which the best counts.  Output: a RewardOutcome. Texts are
-compared as SQuAD compares them (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1): in lower case, without
-punctuation, without the articles a, an, the, and with single blanks.  Differs from it: (1) a text that is nothing but
-articles or punctuation keeps them, or else saying nothing would be right where the reference is "A"; (2) numbers keep
-their sign, point, slash and colon, so that 3.5 is not 35, unless text.punctuation = "all"; (3) letters are compared
-however they are composed (NFC), and quotes, dashes and other punctuation beyond ASCII counts as punctuation, too.
+"exact_match": does the answer equal the reference?  "token_f1": how many words do they share?  Input: a completion and
+a reference, which is a text or a JSON list of texts of which the best counts.  Output: a RewardOutcome.  Texts are
+compared as in SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1): in lower case, without punctuation, without
+the articles a, an, the, and with single blanks.  Differs from it: (1) a text that is nothing but articles or
+punctuation keeps them, or else an empty answer would be right for the reference "A"; (2) numbers keep their sign,
+point, slash and colon, so that 3.5 is not 35, unless text.punctuation = "all"; (3) letters are compared however they
+are composed (NFC), and quotes, dashes and other punctuation beyond ASCII counts as punctuation, too.
 
-Their answer is the last marked one of the completion, or all of it where nothing is marked.
+Their answer is the last marked one of the completion, or all of it if nothing is marked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhpc.rewards.task_settings import task_settings
 # The answer in a completion: the last marked part.
 #
 # A mark is \boxed{…}, \fbox{…}, both also without braces as TeX reads them (\boxed 5), or "#### …" up to the end of its
-# line.  Marks of Markdown around what it holds (**5**, `5`) are left out.
+# line.  Markdown around the content (**5**, `5`) is removed.
 
 LONGEST_ANSWER = 1_000  # characters; a longer one is an attack on a parser or a loop, never an answer
 _HASH_MARK = re.compile(r"####([^\n]*)")
@@ -44,7 +44,7 @@ _SHOWN_CHARACTERS = 80
 
 
 def last_marked_answer(text: str) -> str | None:
-    r"""Return what the last \boxed{…} or "#### …" holds, stripped; None where there is no mark.
+    r"""Return the content of the last \boxed{…} or "#### …", stripped; None if there is no mark.
 
     A brace that is never closed makes its mark void: the completion was cut off inside its answer.
     """
@@ -53,22 +53,22 @@ def last_marked_answer(text: str) -> str | None:
 
 
 def last_mark(text: str) -> tuple[int, str] | None:
-    """Return where the last mark begins and what it holds; None where there is none."""
+    """Return begin and content of the last mark; None if there is none."""
     marked = [(match.start(), match[1]) for match in _HASH_MARK.finditer(text)][-1:]
     end = len(text)
     for match in reversed(list(_BOXED_MARK.finditer(text))):
         if (content := braced(text, match.end(), end)) is not None:
             marked.append((match.start(), content))
             break
-        end = match.start()  # a box around one that is never closed is not closed either: each brace is looked at once
+        end = match.start()  # a box around an unclosed one is not closed either: each brace is read once
     if bare := list(_BARE_MARK.finditer(text)):
         marked.append((bare[-1].start(), bare[-1][1].rstrip(".,;")))
-    # The one that begins last: in "#### \\boxed{18}" and in nested boxes that is the innermost.
+    # The mark that begins last: in "#### \\boxed{18}" and in nested boxes the innermost.
     return max(marked, default=None)
 
 
 def _without_emphasis(text: str) -> str:
-    """Return a text without the marks of Markdown around it; "**#### 5**" leaves two at its end."""
+    """Return a text without Markdown's emphasis around it; "**#### 5**" leaves two asterisks at its end."""
     text = text.strip()
     while match := _EMPHASIS.fullmatch(text):
         text = match[2].strip()
@@ -86,9 +86,9 @@ def braced(text: str, start: int, end: int | None = None) -> str | None:
 
 
 def last_tagged(text: str, begin: str, end: str) -> str | None:
-    """What the last pair of tags holds; None where there is none.  Each character is looked at once.
+    """Content of the last pair of tags; None if there is none.  Each character is read once.
 
-    A pattern with ".*?" would look for an end behind each of the beginnings: minutes, where a text is full of them.
+    A pattern with ".*?" would search an end for each beginning: minutes for a text full of them.
     """
     found, place = None, 0
     while (start := text.find(begin, place)) >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
@@ -97,7 +97,7 @@ def last_tagged(text: str, begin: str, end: str) -> str | None:
 
 
 def answer_of(completion: str) -> str:
-    """The last marked answer, or the whole completion where nothing is marked; stripped."""
+    """The last marked answer, or the whole completion if nothing is marked; stripped."""
     marked = last_marked_answer(completion)
     return completion.strip() if marked is None else marked
 
@@ -111,13 +111,13 @@ def outcome(reward: float, answer: str, *, is_correct: bool) -> RewardOutcome:
 
 # ------------------------------------------------------------------------------------------------------ multiple choice
 #
-# Task "multiple_choice": is the letter that was chosen the right one?
+# Task "multiple_choice": is the chosen letter the right one?
 #
 # Input: a completion and a reference, one letter.  Output: a RewardOutcome of 1.0 or 0.0.
 #
 # Only a marked choice counts, and only the mark that begins last: \boxed{…}, "#### …", or a line that begins with
-# "Answer:"; a completion that is nothing but a choice needs no mark.  A choice is one letter, as "B", "(B)", "B." or
-# "B)", which a text may follow ("B. Paris"); two letters ("A or B") are none, so that listing many gains nothing.
+# "Answer:"; a completion that is only a choice needs no mark.  A choice is one letter, as "B", "(B)", "B." or "B)",
+# perhaps followed by a text ("B. Paris"); two letters ("A or B") are none, so that listing many gains nothing.
 
 _ANSWER_LINE = re.compile(r"^[ \t*]*answer[ \t*]*:[ \t*]*([^\n]*)", re.IGNORECASE | re.MULTILINE)
 _IN_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
@@ -138,7 +138,7 @@ def multiple_choice(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_multiple_choice(reference: str) -> None:
-    """Raises ValueError if it is not one letter."""
+    """Raise ValueError for a reference that is not one letter."""
     _wanted(reference)
 
 
@@ -164,8 +164,8 @@ def _letter(text: str) -> str | None:
 #
 # Input: a completion and a reference, which is a Python regular expression.  Output: a RewardOutcome of 1.0 or 0.0.
 #
-# The whole answer must match, flags stand in the pattern ("(?i)yes").  The answer is the last marked one, or all of the
-# completion.  A pattern that takes exponential time is ended by rewards.timeout_s: a verifier error.
+# The whole answer must match; flags are part of the pattern ("(?i)yes").  The answer is the last marked one, or the
+# whole completion.  A pattern that takes exponential time is ended by rewards.timeout_s: a verifier error.
 
 
 def regex(completion: str, reference: str) -> RewardOutcome:
@@ -176,7 +176,7 @@ def regex(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_regex(reference: str) -> None:
-    """Raises ValueError if it is not a regular expression."""
+    """Raise ValueError for a reference that is not a regular expression."""
     _compiled(reference)
 
 
@@ -193,7 +193,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 # ----------------------------------------------------------------------------------------------------------- text match
 
 _SAME = str.maketrans({"−": "-", "–": "-", "‐": "-", "‑": "-", "⁄": "/", "∕": "/"})
-# What punctuation says in a number: its sign, the point that it begins with, separators between digits.
+# Punctuation that belongs to a number: its sign, a leading point, separators between digits.
 _OF_NUMBERS = re.compile(
     r"(?P<sign>(?<![\w.])-(?=[$€£¥]?\.?[0-9]))|(?P<point>(?<![\w.])\.(?=[0-9]))|"
     r"(?<=[0-9]e)-(?=[0-9])|(?<=[0-9])[.,/:^*-](?=[0-9])"
@@ -228,7 +228,7 @@ def check_text_match(reference: str) -> None:
 
 
 def references(reference: str) -> list[str]:
-    """The texts that a reference stands for.  Raises ValueError for a JSON list that is empty or holds other things."""
+    """The alternatives of a reference.  Raises ValueError for a JSON list that is empty or holds other types."""
     if not reference.lstrip().startswith("["):
         return [reference]
     try:
@@ -243,7 +243,7 @@ def references(reference: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """The text as SQuAD compares it: lower case, no punctuation or articles, single blanks; if empty, as it was."""
+    """The text as normalised by SQuAD: lower case, no punctuation or articles, single blanks; if empty, unchanged."""
     lower = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).translate(_SAME).lower())
     bare = _without_punctuation(lower)
     forms = (" ".join(form.split()) for form in (_ARTICLES.sub(" ", bare), bare, lower))

@@ -1,9 +1,9 @@
 """Score completions one after the other, in a separate process that may be killed at any moment.
 
-Input: JudgeRequest and DialogueRequest frames from its standard input.  Output: Replies and Turn frames on what was its
+Input: JudgeRequest and DialogueRequest frames from its standard input.  Output: Replies and Turn frames on its original
 standard output.  Started by pool.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends when
-the pipe closes or its parent dies.  Whatever a reward function or an environment raises becomes Replies or a Turn with
-an error; whatever it prints goes to standard error.
+the pipe closes or its parent dies.  Exceptions of a reward function or an environment become Replies or a Turn with an
+error; their output goes to standard error.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 # Processes that a reward function has forked and left behind: found after the completion, and ended.
 #
 # Only copies of this process (os.fork, multiprocessing) count: a program that a function starts and keeps, such as the
-# sandbox's server, is another program.  Costs nothing where nothing is forked.  Linux only; elsewhere none is found.
+# sandbox's server, is another program.  Free if nothing is forked.  Linux only; elsewhere none is found.
 
 
 class ForkWatch:
-    """Watches one process, for as long as it lives."""
+    """Finds forks of this process."""
 
     def __init__(self) -> None:
         self._own_pid, self._has_forked = os.getpid(), False
@@ -68,11 +68,11 @@ class ForkWatch:
 
     @property
     def is_copy(self) -> bool:
-        """Whether this is a copy of the process that is watched."""
+        """True in a fork of the watched process."""
         return os.getpid() != self._own_pid
 
     def end_copies(self) -> int:
-        """End copies that were made since the last call and are still there, wait for them, return their number."""
+        """End forks since the last call that still run, wait for them, return their number."""
         if not self._has_forked:
             return 0
         self._has_forked, ended = False, 0
@@ -89,9 +89,9 @@ class ForkWatch:
 
 
 def _is_copy(pid: int) -> bool:
-    """Whether it runs this very command line, or has ended (what it was is not known any more).
+    """True for a process with the same command line as this one, and for one that has ended (its command is unknown).
 
-    One that is about to be another program has no command line for a moment.
+    A process in exec has no command line for a moment.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -140,7 +140,7 @@ def _serve(
         if host is None and isinstance(request, DialogueRequest):
             host = _host(functions)
         reply = _answer(request, functions, host)
-        if forks.is_copy:  # a fork that returned from the function: its parent gives the answer
+        if forks.is_copy:  # a fork that returned from the function: its parent answers
             os._exit(1)
         if num_forked := forks.end_copies():
             reply = replace(reply, num_forked=num_forked)
@@ -195,7 +195,7 @@ def _answer(request: _Question, functions: dict[str, RewardFunction], host: Envi
 
 
 def _judge(request: JudgeRequest, functions: dict[str, RewardFunction]) -> Replies:
-    """A value that is no reward is a failure of its own completion only."""
+    """Judge completions; a value that is no reward fails only its own completion."""
     function = _function(request.task, functions)
     returned: Iterable[object] = (
         function.judge_all(request.completions, request.references)
@@ -215,7 +215,7 @@ def _judge(request: JudgeRequest, functions: dict[str, RewardFunction]) -> Repli
 
 def _turn(dialogue: DialogueRequest, host: EnvironmentHost) -> Turn:
     turn = host.answer(dialogue)
-    for name, value in (("reward", turn.reward), *turn.parts.items()):  # a part may be called reward, too
+    for name, value in (("reward", turn.reward), *turn.parts.items()):  # a part may also be called reward
         if why := fault_of(name, value):
             return Turn(_said(why), INVALID, costs=turn.costs)
     parts = {str(name): float(value) for name, value in turn.parts.items()}
@@ -224,7 +224,7 @@ def _turn(dialogue: DialogueRequest, host: EnvironmentHost) -> Turn:
 
 
 def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
-    """Turn an outcome into a reply; anything but a finite number for a reward is an error, never a reward."""
+    """Turn an outcome into a reply; a reward that is not a finite number is an error."""
     rewards_at: object = outcome.rewards_at
     if not isinstance(rewards_at, dict):
         return _error(f"rewards_at must be a dict, not {type(rewards_at).__name__}")
@@ -251,7 +251,7 @@ def _said(why: str) -> str:
 
 
 def _places(*names: str) -> tuple[str, ...]:
-    """Return the import paths behind tasks and environments, whose lines people look for."""
+    """Return the import paths of tasks and environments, for lines of user code in messages."""
     # Imported here for the same reason.
     from rlhpc.rewards.task_settings import task_settings
 
@@ -262,7 +262,7 @@ def _places(*names: str) -> tuple[str, ...]:
 
 
 def _describe(error: BaseException, paths: Sequence[str] = ()) -> str:
-    """Return what was raised, and " (FILE:LINE)" where the code of one of these paths was; both fit into a detail."""
+    """Return the exception's text, and " (FILE:LINE)" in the code of one of these paths; both fit into a detail."""
     line = next(filter(None, (line_of(path, error) for path in paths)), "")
     return f"{type(error).__name__}: {error}"[: max(0, _LONGEST_DETAIL - len(line))] + line
 
@@ -277,7 +277,7 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _send(replies: BinaryIO, message: Ready | Replies | Turn) -> None:
-    """Half a surrogate pair, which JSON and programs of the policy may spell, is sent spelt out."""
+    """Send a message; lone surrogates, which JSON and programs of the policy can spell, are sent as escapes."""
     try:
         frame = encode_frame(message)
     except UnicodeEncodeError:
@@ -287,7 +287,7 @@ def _send(replies: BinaryIO, message: Ready | Replies | Turn) -> None:
 
 
 def _spelt_out(value: Any) -> Any:
-    """Lists, dicts and texts with what UTF-8 cannot have spelt as in ascii()."""
+    """Copy lists, dicts and texts, with lone surrogates as escapes."""
     match value:
         case str():
             return sendable(value)
@@ -299,7 +299,7 @@ def _spelt_out(value: Any) -> Any:
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    """Limit this process's address space; tasks may have other limits, so that the hard limit stays as it was."""
+    """Set the soft limit of this process's address space; the hard limit is kept, since tasks may have other limits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     is_above = hard != resource.RLIM_INFINITY and limit_bytes > hard
     wanted = hard if limit_bytes <= 0 or is_above else limit_bytes

@@ -1,8 +1,8 @@
 """Run beside a program: call its function with each list of arguments and report the result.  Runs in the sandbox.
 
 Input on descriptor 0: {"program", "entry_point", "calls": [{"args", "kwargs"}]}.  Output on descriptor 4: a JSON line
-for each call, {"value"} or {"raised"}.  The text of values.py stands in front of this one.  The program is imported as
-a module: what stands under `if __name__ == "__main__"` does not run.
+for each call, {"value"} or {"raised"}.  The text of values.py is put in front of this one.  The program is imported as
+a module: code under `if __name__ == "__main__"` does not run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULE = "program"
 
 
 def call_all() -> None:
-    """Make all calls, unless the program ends itself before."""
+    """Make all calls, unless the program exits before."""
     request = json.load(sys.stdin)
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module  # where dataclasses and pickle look for the classes of a program

@@ -1,4 +1,4 @@
-"""The sandbox as a reward worker sees it: started once, then runs programs one after the other.
+"""Client of the sandbox in a reward worker: starts it once, then runs programs one after the other.
 
 Input: a program, its standard input, ProgramLimits.  Output: FinishedProgram.  A program's failure is never an
 exception; a failure of the sandbox itself is SandboxError, which becomes the verdict verifier_error.
@@ -28,7 +28,7 @@ from rlhpc.protocol.errors import SandboxError
 
 # --------------------------------------------------------------------------------------------------------------- limits
 #
-# Resource limits of a program, and how it ended.  Python 3.9 and the standard library.
+# Resource limits of a program, and its result.  Python 3.9 and the standard library.
 
 MIB = 1 << 20
 
@@ -38,13 +38,13 @@ class ProgramLimits:
     """Limits of one program."""
 
     cpu_s: float = 4.0  # of processor time, all its threads together
-    wall_s: float = 16.0  # on the clock: a program that sleeps, or a node that is busy
+    wall_s: float = 16.0  # elapsed: for a program that sleeps, or a busy node
     memory_bytes: int = 1024 * MIB  # of address space
-    box_bytes: int = 32 * MIB  # of files, which lie in memory
-    output_bytes: int = 1 * MIB  # of standard output, and of errors
+    box_bytes: int = 32 * MIB  # of files, which are in memory
+    output_bytes: int = 1 * MIB  # of standard output, and of standard error
 
     def apply(self) -> None:
-        """Limit this process and all that it starts."""
+        """Apply the limits to this process and its descendants."""
         seconds = max(
             1, -(-int(self.cpu_s * 1000) // 1000)
         )  # the kernel counts whole seconds; the rest is checked afterwards
@@ -73,13 +73,13 @@ class FinishedProgram:
     """A program that has ended."""
 
     status: int  # its exit status, negative for a signal
-    stopped_for: str  # "": it ended by itself; "time", "output": it was killed for having used more
+    stopped_for: str  # "": it ended by itself; "time", "output": killed for exceeding that limit
     stdout: bytes
     stderr: bytes
     cpu_s: float
     wall_s: float
     peak_bytes: int
-    results: bytes = b""  # what it wrote to descriptor 4, if that was wanted
+    results: bytes = b""  # written to descriptor 4, if requested
 
 
 # --------------------------------------------------------------------------------------------------------------- client
@@ -89,7 +89,7 @@ STRENGTHS: tuple[Strength, ...] = ("none", "basic", "strong")
 Kind = Literal["python", "binary", "compiler"]
 
 _ROOT = Path(__file__).parents[2]
-_COMMAND = (  # which dies of Ctrl-C without a traceback, also while it loads
+_COMMAND = (  # dies of Ctrl-C without a traceback, also while it loads
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.path.insert(0, {root!r}); "
     "from rlhpc.sandbox.server import main; main({fd})"
 )
@@ -107,7 +107,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The isolation that this node offers: by layer, "" if it is there, else why it is not."""
+    """Isolation layers of this node: by layer, "" if available, else the reason why not."""
 
     why_not: dict[str, str] = field(default_factory=dict)
 
@@ -127,7 +127,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """How programs are isolated."""
+    """Settings of the isolation of programs."""
 
     require: Strength = "strong"
     python: str = ""  # interpreter of programs; "": this one
@@ -135,13 +135,13 @@ class SandboxSettings:
 
 
 class Sandbox:
-    """A server process and the way to it.  Belongs to one thread."""
+    """A server process and the connection to it.  Belongs to one thread."""
 
     def __init__(self, settings: SandboxSettings | None = None) -> None:
         self._settings = settings or SandboxSettings()
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self.layers = Layers()  # what the node offered when the server was last started
+        self.layers = Layers()  # as of the last start of the server
 
     def __enter__(self) -> Sandbox:
         self.start()
@@ -176,7 +176,7 @@ class Sandbox:
         arguments: Sequence[str] = (),
         wants_results: bool = False,
     ) -> FinishedProgram:
-        """Run one program to its end; wants_results: also keep what it writes to descriptor 4.
+        """Run one program to its end; wants_results: also keep its output on descriptor 4.
 
         Raises SandboxError if the sandbox fails; the next call starts another.
         """
@@ -254,12 +254,12 @@ class Sandbox:
 
 
 def _located(python: str) -> str:
-    """Its absolute path: started by its name, without PATH, it takes "/" for its prefix, which programs would see."""
+    """Absolute path of the interpreter, which without PATH and started by name would take "/" for its prefix."""
     return str(Path(shutil.which(python) or python).absolute())
 
 
 class _Pipe:
-    """Takes what a program writes, up to a number of bytes."""
+    """Reads a program's output, up to a number of bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -282,11 +282,11 @@ class _Pipe:
 
     @property
     def is_over(self) -> bool:
-        """More was written than is allowed."""
+        """True if more was written than is allowed."""
         return len(self.taken) > self._most_bytes
 
     def take(self) -> bool:
-        """Read what is there.  Returns whether more may come."""
+        """Read the available bytes.  Returns whether more may come."""
         try:
             return self._take_a_piece()
         except BlockingIOError:
@@ -318,7 +318,7 @@ def _memory_file(content: bytes) -> Any:
 
 
 def _await_answer(channel: socket.socket, pipes: Sequence[_Pipe], deadline: float) -> dict[str, Any]:
-    """Read what the program writes until the server says how it ended."""
+    """Read the program's output until the server reports its end."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     by_descriptor = {pipe.ours: pipe for pipe in pipes}

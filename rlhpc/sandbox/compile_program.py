@@ -2,7 +2,7 @@
 sandbox.
 
 Input: the compiler's words as arguments, the program as standard input.  Output: the binary; the compiler's exit status
-and complaints.  Nothing here is trusted outside: a binary is only ever run in the sandbox.
+and messages.  The result is not trusted outside: a binary is only ever run in the sandbox.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""C++ in the sandbox: which compiler a node has, and a program made into a binary, inside and within limits.
+"""C++ in the sandbox: find a node's compiler, and compile programs, in the sandbox and within limits.
 
-Input: the text of a program.  Output: Compiled: the binary, which `Sandbox.run(…, kind="binary")` runs, or why there is
-none, which is the program's fault.  That there is no compiler is SandboxError.  A binary needs a file system of its
-own, which only a node with namespaces gives.
+Input: the text of a program.  Output: Compiled: the binary, which `Sandbox.run(…, kind="binary")` runs, or the
+compiler's error, which is the program's fault.  Raises SandboxError if there is no compiler.  A binary needs a file
+system of its own, which only a node with namespaces gives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhpc.protocol.errors import SandboxError
 from rlhpc.sandbox import compile_program
 from rlhpc.sandbox.client import MIB, FinishedProgram, ProgramLimits, Sandbox
 
-COMPILERS = ("g++", "clang++")  # the first that is there
+COMPILERS = ("g++", "clang++")  # the first that exists
 FLAGS = ("-O2", "-std=c++17")
 _FEW_COMPLAINTS = "-fmax-errors=3", "-ferror-limit=3"  # of g++, of clang++
 _BOX_BYTES = 64 * MIB  # of what the compiler writes
@@ -32,7 +32,7 @@ _TRIAL = "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << 2
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What became of a program."""
+    """Result of compiling a program."""
 
     binary: bytes
     why_not: str  # "" if there is a binary
@@ -61,7 +61,7 @@ def version_of(compiler: str) -> str:
 
 
 def compile_limits(cpu_s: float, memory_bytes: int) -> ProgramLimits:
-    """Limits of a compiler and all that it starts; wall time is twice the processor time."""
+    """Limits of a compiler and its descendants; wall time is twice the processor time."""
     return ProgramLimits(
         cpu_s=cpu_s, wall_s=2 * cpu_s, memory_bytes=memory_bytes, box_bytes=_BOX_BYTES, output_bytes=_BINARY_BYTES
     )
@@ -77,7 +77,7 @@ def compile_cpp(sandbox: Sandbox, compiler: Sequence[str], program: bytes, limit
 
 
 def try_compiler(sandbox: Sandbox, compiler: Sequence[str], limits: ProgramLimits) -> None:
-    """Compile a small program and run it.  Raises SandboxError with what went wrong, and the remedy."""
+    """Compile a small program and run it.  Raises SandboxError with the fault and the remedy."""
     if sandbox.layers.why_not.get("namespaces"):
         raise SandboxError(
             "sandbox.languages has 'cpp', and a binary needs a file system of its own, which this node's sandbox "
@@ -92,7 +92,7 @@ def try_compiler(sandbox: Sandbox, compiler: Sequence[str], limits: ProgramLimit
 
 
 def _fault_of_trial(run: FinishedProgram) -> str:
-    """What is wrong with the trial; "": nothing."""
+    """Fault of the trial; "": none."""
     if run.stdout == b"42\n":
         return ""
     said = run.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
@@ -100,7 +100,7 @@ def _fault_of_trial(run: FinishedProgram) -> str:
 
 
 def _complaint(run: FinishedProgram) -> str:
-    """Why there is no binary, for people: the first error, without the path of anything."""
+    """Reason why there is no binary, for people: the first error, without paths."""
     if run.stopped_for:
         return f"too much {run.stopped_for}"
     lines = run.stderr.decode(errors="replace").splitlines()

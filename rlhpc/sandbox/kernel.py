@@ -1,7 +1,7 @@
 """System calls that Python's standard library lacks: namespaces, mounts, capabilities, Landlock, seccomp.
 
 Each raises OSError with the name of the call.  Linux on x86-64 and arm64; Python 3.9 and the standard library, since
-the interpreter of the programs may be another one than the run's.
+programs may have another interpreter than the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3, _LAST_CAPABILITY = 0x20080522, 63
 _LANDLOCK_CREATE_RULESET_VERSION, _LANDLOCK_RULE_PATH_BENEATH = 1, 1
-# Numbers of calls without a function in every C library: x86-64, arm64.
+# Numbers of calls that some C libraries have no function for: x86-64, arm64.
 _NUMBERS = {
     "clone": (56, 220),
     "pivot_root": (155, 41),
@@ -40,7 +40,7 @@ _NUMBERS = {
 }
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC_WITH_LOCK = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, which the child then holds
-# Made once, in the server: a class or an array type made by each program would cost it a twentieth of its time.
+# Made once, in the server: making a class or an array type for each program would cost a twentieth of its time.
 _CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
 _NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
 
@@ -61,15 +61,15 @@ def machine() -> str:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces for new ones."""
+    """Move this process to new namespaces."""
     _checked("unshare", _LIBC.unshare(ctypes.c_int(flags)))
 
 
 def fork_into(namespaces: int) -> int:
     """Fork, the child in new namespaces: with CLONE_NEWPID as the first process of its own.  Needs CAP_SYS_ADMIN.
 
-    Neither the C library nor Python learns of it: no hook runs, and the C library still has the parent's thread id.  So
-    the child should do little but call os.fork, which corrects both.
+    The C library and Python are bypassed: no hook runs, and the C library still has the parent's thread id.  So the
+    child should do little but call os.fork, which corrects both.
     """
     number, zero = _NUMBERS["clone"][0 if machine() == "x86_64" else 1], ctypes.c_ulong(0)
     flags = ctypes.c_ulong(namespaces | signal.SIGCHLD)
@@ -86,12 +86,12 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Remove a mount and all below it from this namespace."""
+    """Remove a mount and all mounts below it from this namespace."""
     _checked(f"umount {target}", _LIBC.umount2(os.fsencode(target), _MNT_DETACH))
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root; what was the root is at `old`, below it."""
+    """Make `new` the root; the old root is then at `old`, below the new one."""
     _call("pivot_root", ctypes.c_char_p(os.fsencode(new)), ctypes.c_char_p(os.fsencode(old)))
 
 
@@ -101,7 +101,7 @@ def set_host_name(name: str) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Get this signal when the parent ends.  Lost when user ids change."""
+    """Have the kernel send this signal when the parent ends.  Reset by changes of user ids."""
     _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, number)
 
 
@@ -111,17 +111,17 @@ def adopt_orphans() -> None:
 
 
 def refuse_tracers() -> None:
-    """No other process of the same user may look into this one; it leaves no core file."""
+    """Keep other processes of the same user from tracing this one; it also leaves no core file."""
     _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, 0)
 
 
 def forbid_new_privileges() -> None:
-    """No program started from here gains any, by set-uid bits or file capabilities; seccomp and Landlock need it."""
+    """Set no_new_privs: programs gain nothing from set-uid bits or file capabilities; seccomp and Landlock need it."""
     _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_bounding_set() -> None:
-    """Capabilities can no longer be gained by exec.  Needs CAP_SETPCAP."""
+    """Empty the bounding set: exec can no longer gain capabilities.  Needs CAP_SETPCAP."""
     for capability in range(_LAST_CAPABILITY + 1):
         try:
             _prctl("PR_CAPBSET_DROP", _PR_CAPBSET_DROP, capability)
@@ -142,7 +142,7 @@ def drop_capabilities() -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """Have every further system call of this process and its children judged by a BPF program."""
+    """Filter every further system call of this process and its children by a BPF program."""
     instructions = ctypes.create_string_buffer(program, len(program))
     described = _Filter(len(program) // 8, ctypes.cast(instructions, ctypes.c_void_p))
     result = _LIBC.prctl(
@@ -156,7 +156,7 @@ def install_filter(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Version of the interface; 0: this kernel has none, or it is not switched on."""
+    """Version of Landlock's interface; 0: the kernel has none, or it is disabled."""
     try:
         version = _call(
             "landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint32(_LANDLOCK_CREATE_RULESET_VERSION)
@@ -174,7 +174,7 @@ def create_ruleset(attributes: bytes) -> int:
 
 
 def add_path_rule(ruleset: int, rule: bytes) -> None:
-    """rule: a struct landlock_path_beneath_attr."""
+    """Add a rule to a ruleset; rule: a struct landlock_path_beneath_attr."""
     kind = ctypes.c_int(_LANDLOCK_RULE_PATH_BENEATH)
     _call("landlock_add_rule", ctypes.c_int(ruleset), kind, ctypes.c_char_p(rule), ctypes.c_uint32(0))
 
@@ -205,13 +205,13 @@ def _checked(name: str, result: int) -> int:
 #
 # The system calls that a program may make: a BPF program for seccomp.
 #
-# What is not listed fails with EPERM.  Among what is missing on purpose: socket (no network, not even local ones),
-# ptrace, process_vm_*, mount, unshare, setns, bpf, keyctl, perf_event_open, io_uring_*, userfaultfd, memfd_create, SysV
-# memory, links, sendmsg (descriptors on their way between sockets count for all processes of a user, who then can send
-# none), and every call that changes ids, priorities or limits.  Python 3.9 and the standard library.
+# Calls that are not listed fail with EPERM.  Left out on purpose: socket (no network, not even local ones), ptrace,
+# process_vm_*, mount, unshare, setns, bpf, keyctl, perf_event_open, io_uring_*, userfaultfd, memfd_create, SysV memory,
+# links, sendmsg (descriptors in transit between sockets count for all processes of a user, who then can send none), and
+# every call that changes ids, priorities or limits.  Python 3.9 and the standard library.
 
 
-# Name: number on x86-64, on arm64; -1: not there.
+# Name: number on x86-64, on arm64; -1: missing.
 _PLAIN = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
     "preadv": (295, 69), "pwritev": (296, 70), "open": (2, -1), "openat": (257, 56), "close": (3, 57),
@@ -244,7 +244,7 @@ _PLAIN = {
     "getsockname": (51, 204), "getpeername": (52, 205), "fadvise64": (221, 223), "copy_file_range": (326, 285),
     "sendfile": (40, 71), "statfs": (137, 43), "fstatfs": (138, 44), "getcpu": (309, 168),
 }  # fmt: skip
-# By path, of any file that is its user's: Landlock does not judge these.
+# These change any file of the user by path: Landlock does not restrict them.
 _CHANGE_FILES = {
     "chmod": (90, -1),
     "fchmod": (91, 52),
@@ -261,8 +261,8 @@ _SOCKETPAIR, _KILL, _TKILL, _TGKILL = (53, 199), (62, 129), (200, 130), (234, 13
 _CLONE_THREAD, _CLONE_NEW_ANYTHING = 0x00010000, 0x7E020000
 _AF_UNIX = 1
 _PRCTL_OPTIONS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
-# F_SETOWN, F_SETOWN_EX, F_SETSIG: signals to others; F_SETLEASE, F_NOTIFY; F_SETPIPE_SZ: pages of all pipes of a user
-# count together, so that those of others would be short.
+# F_SETOWN, F_SETOWN_EX, F_SETSIG: signals to others; F_SETLEASE, F_NOTIFY; F_SETPIPE_SZ: a user's pipes share a limit
+# of pages, so that others would lack them.
 _NO_FCNTLS = (8, 15, 10, 1024, 1026, 1031)
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -276,17 +276,17 @@ Instruction = Tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 @dataclass(frozen=True)
 class Calls:
-    """What a program may do beyond computing and using its own files."""
+    """System calls allowed to a program beyond computing and using its own files."""
 
     may_execute: bool = False  # other programs, in its place
     may_fork: bool = False
-    may_change_files: bool = True  # mode, times, length by path: where only its own can be named
-    only_process: int = 0  # the one that it may signal; 0: whichever it sees, in a PID namespace of its own
+    may_change_files: bool = True  # mode, times, length by path: if it can only name its own files
+    only_process: int = 0  # the only one that it may signal; 0: any that it sees, in a PID namespace of its own
 
 
 @lru_cache(maxsize=8)
 def compile_filter(calls: Calls) -> bytes:
-    """The BPF program: an array of struct sock_filter.  Raises OSError on a machine that is not known."""
+    """The BPF program: an array of struct sock_filter.  Raises OSError on an unknown machine."""
     name = machine()
     column = 0 if name == "x86_64" else 1
     deny, unknown = (_RETURN, 0, 0, _ERRNO | errno.EPERM), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
@@ -304,14 +304,14 @@ def compile_filter(calls: Calls) -> bytes:
     for numbers in plain.values():
         if numbers[column] >= 0:
             program += [(_EQUAL, 0, 1, numbers[column]), allow]
-    # glibc makes threads by clone3 and, where it is not there, by clone, whose flags can be read here.
+    # glibc makes threads by clone3 or, if that fails, by clone, whose flags a filter can read.
     program += [(_EQUAL, 0, 1, _CLONE3[column]), unknown]
     program += _judged(_CLONE[column], 0, _judge_clone(may_fork=calls.may_fork, allow=allow, deny=deny))
     program += _judged(_PRCTL[column], 0, _one_of(_PRCTL_OPTIONS, allow, deny))
     program += _judged(_FCNTL[column], 1, _one_of(_NO_FCNTLS, deny, allow))
     program += _judged(_IOCTL[column], 1, _one_of(_IOCTLS, allow, (_RETURN, 0, 0, _ERRNO | errno.ENOTTY)))
     program += _judged(_SOCKETPAIR[column], 0, _one_of((_AF_UNIX,), allow, deny))
-    # Limits of its own may be read, none set: the pointer to new ones is null, in both halves.
+    # Limits of its own may be read, not set: the pointer to new ones is null, in both halves.
     reads = [_argument(2), (_EQUAL, 0, 3, 0), _argument(2, upper=True), (_EQUAL, 0, 1, 0), allow, deny]
     program += _judged(_PRLIMIT[column], 0, [(_EQUAL, 0, len(reads) - 1, 0), *reads])
     for numbers in (_KILL, _TKILL, _TGKILL):
@@ -337,17 +337,17 @@ def _one_of(values: Iterable[int], then: Instruction, otherwise: Instruction) ->
 
 
 def _judge_clone(*, may_fork: bool, allow: Instruction, deny: Instruction) -> List[Instruction]:
-    """Threads, and processes where they may be; nothing in a new namespace."""
+    """Allow threads, and processes if may_fork; none in a new namespace."""
     new = [(_SET, 0, 1, _CLONE_NEW_ANYTHING), deny]
     return [*new, allow] if may_fork else [*new, (_SET, 0, 1, _CLONE_THREAD), allow, deny]
 
 
 # ------------------------------------------------------------------------------------------------------------- landlock
 #
-# Landlock: which files a process may use, decided by itself and for good (landlock(7)).
+# Landlock: a process restricts itself, for good, to certain files (landlock(7)).
 #
-# Input: paths that may be read, paths that may be written.  Everything else is refused, whoever owns it, and so are TCP
-# and, where the kernel knows them, signals to processes outside and their abstract sockets.
+# Input: paths that may be read, paths that may be written.  All others are refused, whoever owns them, and so are TCP
+# and, if the kernel supports it, signals to processes outside and their abstract sockets.
 # Python 3.9 and the standard library.
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
@@ -363,8 +363,7 @@ _TCP, _SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3
 def make_rules(readable: Sequence[str], writable: Sequence[str]) -> int:
     """Return the descriptor of a ruleset, for `kernel.restrict_self`.  Raises OSError.
 
-    Paths that are not there are passed over.  A rule holds for what is mounted
-    below its path later, and not for what is mounted on it.
+    Missing paths are skipped.  A rule also holds for later mounts below its path, but not for a mount on it.
     """
     version = landlock_version()
     handled = _ALL_OF_VERSION_1
@@ -400,18 +399,18 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------- root
 #
-# A root directory of its own: system directories, read-only, and nothing else of the node.
+# A private root directory: system directories of the node, read-only, and nothing else of it.
 #
 #     /usr /bin /lib …        as on the node, read-only
-#     the interpreter         read-only, wherever it lies
+#     the interpreter         read-only, at its path
 #     /dev                    null, zero, full, random, urandom, with times and modes that cannot be changed
 #     /box/own                empty; each program gets a new file system in memory there (`mount_box`)
 #     /tmp                    the same directory
 #
-# No /proc, no /sys, no /etc but what the linker reads, no home directories.  Python 3.9 and the standard library.
+# No /proc, no /sys, of /etc only the linker's files, no home directories.  Python 3.9 and the standard library.
 
 BOXES = "/box"
-BOX = "/box/own"  # below another directory, since Landlock passes over rules of what is mounted on
+BOX = "/box/own"  # below another directory, since Landlock ignores rules of a mount point itself
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _STAGE = "/sys"  # exists everywhere, and is not needed here
@@ -422,9 +421,9 @@ _KEPT.update({"nodiratime": MS_NODIRATIME, "relatime": MS_RELATIME})
 
 
 def enter_root(readable: Sequence[str]) -> None:
-    """Make this the process's root; `readable`: more paths that programs see, read-only.
+    """Build the root and make it this process's; `readable`: more paths that programs see, read-only.
 
-    The process has a mount namespace of its own and CAP_SYS_ADMIN in it.  Raises OSError.
+    Needs a mount namespace of its own and CAP_SYS_ADMIN in it.  Raises OSError.
     """
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", _STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -434,7 +433,7 @@ def enter_root(readable: Sequence[str]) -> None:
         _bind(path, is_device=True)
     for name in (BOXES, BOX, _OLD):
         os.mkdir(_STAGE + name, 0o755)
-    if not os.path.lexists(_STAGE + "/tmp"):  # an interpreter may lie there
+    if not os.path.lexists(_STAGE + "/tmp"):  # the interpreter may be there
         os.symlink(BOX, _STAGE + "/tmp")
     pivot_root(_STAGE, _STAGE + _OLD)
     os.chdir("/")
@@ -460,7 +459,7 @@ def _outermost(paths: Sequence[str]) -> List[str]:
 
 
 def _show(path: str) -> None:
-    """A link stays one (/lib is usr/lib on most systems); a directory or a file is bound."""
+    """Copy a link as a link (/lib is usr/lib on most systems); bind a directory or a file."""
     if os.path.islink(path):
         os.makedirs(os.path.dirname(_STAGE + path), mode=0o755, exist_ok=True)
         os.symlink(os.readlink(path), _STAGE + path)
@@ -480,7 +479,7 @@ def _bind(path: str, *, is_device: bool = False) -> None:
     mount(path, target, flags=MS_BIND | MS_REC)
     for point, options in _mounts_below(target).items():
         kept = sum(flag for name, flag in _KEPT.items() if name in options)
-        no_devices = 0 if is_device else MS_NODEV  # read-only as well: it may be written, its times and its mode not
+        no_devices = 0 if is_device else MS_NODEV  # a read-only device may be written, but not its times and mode
         mount("none", point, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | no_devices | kept)
 
 

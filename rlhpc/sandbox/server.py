@@ -43,31 +43,31 @@ _MOST_THREADS = 64
 _NAME = "program.py"
 _BINARY = BOX + "/program"
 _FIRST_OTHER = 3
-# The server's own, so that no program waits for it.
+# Loaded in the server, so that no program waits for it.
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": BOX, "TMPDIR": BOX, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Program:
-    """What to run; descriptors are the server's."""
+    """The program to run; descriptors are the server's."""
 
-    kind: str  # "python": text, run here; "compiler": the same, may start others; "binary": executed from BOX
-    arguments: Tuple[str, ...]  # beside its name
+    kind: str  # "python": text, run here; "compiler": the same, may start programs; "binary": executed from BOX
+    arguments: Tuple[str, ...]  # without its name
     source: int
     standard: Tuple[int, int, int]
     results: int  # -1: none
-    user: int  # -1: stay who we are
+    user: int  # -1: keep the server's
 
 
 def become(program: Program, told: int, limits: ProgramLimits, place: Facilities) -> NoReturn:
-    """Never returns.  Writes "+" to `told` when every layer is on, else what went wrong."""
+    """Become the program; never returns.  Writes "+" to `told` when every layer is on, else the error."""
     try:
         kernel.forbid_new_privileges()
         if place.files >= 0:  # first, since all other descriptors are closed next
             kernel.restrict_self(place.files)
         source = _take_descriptors(program, told)
         limits.apply()
-        if place.has_namespaces:  # counted in this namespace, or for a user that nobody else is
+        if place.has_namespaces:  # processes are counted in this namespace, or for a user of its own
             resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_THREADS, _MOST_THREADS))
         _give_up_privileges(program)
         calls = calls_of(program.kind, only_process=0 if place.has_namespaces else os.getpid())
@@ -89,7 +89,7 @@ def become(program: Program, told: int, limits: ProgramLimits, place: Facilities
 
 
 def calls_of(kind: str, *, only_process: int) -> Calls:
-    """only_process: 0 where the program has namespaces of its own."""
+    """System calls of a kind of program; only_process: 0 if it has namespaces of its own."""
     return Calls(
         may_execute=kind != "python",
         may_fork=kind == "compiler",
@@ -99,14 +99,14 @@ def calls_of(kind: str, *, only_process: int) -> Calls:
 
 
 def _take_descriptors(program: Program, told: int) -> bytes:
-    """Put the program's in place and close the rest.  Returns the text of a Python program; a binary goes to BOX."""
+    """Set up the program's descriptors, close all others.  Returns a Python program's text; a binary goes to BOX."""
     with os.fdopen(program.source, "rb") as text:
         source = text.read()
     if program.kind == "binary":
         with open(_BINARY, "wb") as binary:
             binary.write(source)
         os.chmod(_BINARY, 0o755)
-    # Above all targets first, so that none is overwritten.
+    # First moved above all targets, so that none is overwritten.
     high = [_above(descriptor) for descriptor in (*program.standard, told, program.results) if descriptor >= 0]
     for target, descriptor in enumerate(high):
         os.dup2(descriptor, target, inheritable=True)
@@ -131,8 +131,8 @@ def _give_up_privileges(program: Program) -> None:
 
 
 def _run_python(source: bytes, arguments: Tuple[str, ...]) -> NoReturn:
-    """Do what `python program.py ARGUMENT…` does, in the interpreter that is here already."""
-    # Kept, since taking them apart would cost time.
+    """Do what `python program.py ARGUMENT…` does, in this interpreter."""
+    # Kept, since freeing them would cost time.
     _hidden = [sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "rlhpc"]
     module: Any = types.ModuleType("__main__")
     module.__file__ = _NAME
@@ -168,11 +168,11 @@ def _exit_code(end: SystemExit) -> int:
 
 # -------------------------------------------------------------------------------------------------------------- run one
 #
-# Run one program: receive it, put it into its namespaces, wait, report how it ended.
+# Run one program: receive it, put it into its namespaces, wait, report its end.
 #
-# P, a child of the server and the init of a new PID namespace, watches the clock and the worker; Q becomes the program
-# (program.py).  No signal of the program reaches P, and what it leaves behind ends before the answer is given.  How Q
-# ended is told by the kernel to P, and by P over a socket that Q does not have, so that no program can forge it.
+# P, a child of the server and the init of a new PID namespace, watches the clock and the worker; Q becomes the program.
+# No signal of the program reaches P, and processes that it leaves behind end before the answer is given.  P learns Q's
+# exit status from the kernel, and sends it over a socket that Q does not have, so that no program can forge it.
 # Python 3.9 and the standard library.
 
 NO_MORE = 42  # exit status of P: the worker has gone
@@ -186,13 +186,13 @@ _Ended = Tuple[int, Any]  # status of wait(2), resource usage
 
 @dataclass(frozen=True)
 class Facilities:
-    """What the server found on this node, and what is left to do for each program."""
+    """Isolation that the server found on this node and applies to each program."""
 
     has_namespaces: bool
     has_seccomp: bool
     first_user: int  # of USERS that no other server has; -1: the program keeps the user of the server
-    box_user: int  # who owns /box, where first_user is -1
-    files: int  # descriptor of Landlock's rules; -1 where there is no Landlock
+    box_user: int  # owner of /box if first_user is -1
+    files: int  # descriptor of Landlock's rules; -1 without Landlock
 
 
 def run_one(channel: socket.socket, place: Facilities, number: int) -> NoReturn:
@@ -255,11 +255,11 @@ def _run(
     child = os.fork()
     if child == 0:
         become(program, told, limits, place)
-    for descriptor in (told, *descriptors):  # so that the worker sees the end of what the program writes
+    for descriptor in (told, *descriptors):  # so that the worker sees the end of the program's output
         os.close(descriptor)
     (status, usage), stopped_for = _watch(channel, child, started + limits.wall_s)
     _end_all(place)
-    first = os.read(said, _LONGEST_MESSAGE)  # "+" when it began; nobody is left who could write
+    first = os.read(said, _LONGEST_MESSAGE)  # "+" when it began; no writer is left
     has_begun = first == b"+" or (not first and stopped_for)
     return {
         "status": os.waitstatus_to_exitcode(status),
@@ -272,7 +272,7 @@ def _run(
 
 
 def _watch(channel: socket.socket, child: int, deadline: float) -> Tuple[_Ended, str]:
-    """Wait until it ends, the worker says stop or goes, or time is up.  Returns how it ended, and why it was killed."""
+    """Wait until it ends, the worker stops it or ends, or time is up.  Returns its status, and why it was killed."""
     woken, wakes = os.pipe()
     for descriptor in (woken, wakes):
         os.set_blocking(descriptor, False)
@@ -282,7 +282,7 @@ def _watch(channel: socket.socket, child: int, deadline: float) -> Tuple[_Ended,
     poll.register(woken, select.POLLIN)
     poll.register(channel, select.POLLIN)
     ready: Dict[int, int] = {}
-    while (ended := _ended(child)) is None:  # also before the first wait: it may have ended before the handler stood
+    while (ended := _ended(child)) is None:  # also before the first wait: it may have ended before the handler was set
         left_s = deadline - time.monotonic()
         if left_s <= 0 or channel.fileno() in ready:
             os.kill(child, signal.SIGKILL)
@@ -294,7 +294,7 @@ def _watch(channel: socket.socket, child: int, deadline: float) -> Tuple[_Ended,
 
 
 def _ended(child: int) -> _Ended | None:
-    """How the child ended, if it has; reaps orphans that have ended, too."""
+    """Status and usage of the child, None if it runs; also reaps orphans that have ended."""
     while True:
         pid, status, usage = os.wait4(-1, os.WNOHANG)
         if pid in (0, child):
@@ -302,7 +302,7 @@ def _ended(child: int) -> _Ended | None:
 
 
 def _end_all(place: Facilities) -> None:
-    """End what the program has left behind in its PID namespace, whose init this process is."""
+    """End all processes that the program has left behind in its PID namespace, whose init this process is."""
     if not place.has_namespaces:
         return
     assert os.getpid() == 1, "anywhere else this would end processes of others"
@@ -323,17 +323,17 @@ _PRELOADED = (
 FIRST_USER = 2_000_000_000  # as real root, every server has USERS ids from here that nobody else has
 _MOST_PROCESSES = 1 << 22  # of a kernel; with USERS, ids stay below 2^31
 _OWN = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS  # namespaces of one program
-_INNER_ID = 1000  # how a user namespace shows its only user
+_INNER_ID = 1000  # id of the only user inside a user namespace
 
 
 @dataclass(frozen=True)
 class _Isolation:
-    layers: Dict[str, str]  # what there is: "" for yes, else why not
+    layers: Dict[str, str]  # layer → "" if available, else why not
     place: Facilities
 
 
 def first_user(server_pid: int) -> int:
-    """The first of the USERS ids that a server's programs have in turn, where it runs as real root."""
+    """The first of the USERS ids that the programs of a server that runs as real root take in turn."""
     return FIRST_USER + server_pid % _MOST_PROCESSES * USERS
 
 
@@ -353,7 +353,7 @@ def main(descriptor: int) -> None:
 
 
 def _be_the_first_to_end() -> None:
-    """Be the first to end where memory is used up: the kernel then spares the trainer and the service on the node."""
+    """Raise oom_score_adj: out of memory, the kernel ends this process before the node's trainer and reward service."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 
@@ -379,7 +379,7 @@ def _serve(channel: socket.socket, place: Facilities) -> int:
         if child == 0:
             run_one(channel, place, number)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code != 0:  # whether the worker has had an answer is not known: it hears of the end and starts another
+        if code != 0:  # the worker may not have an answer: it sees the server end and starts another
             return 0 if code == NO_MORE else 1
     raise AssertionError
 
@@ -387,14 +387,14 @@ def _serve(channel: socket.socket, place: Facilities) -> int:
 def _isolate(readable_paths: Sequence[str]) -> _Isolation:
     """Apply every layer that this node offers; report those that are missing."""
     own = {sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)}
-    # One in /bin or /lib itself has "/" for its prefix: what it needs is of the system, and nothing else is shown.
+    # The prefix of an interpreter in /bin or /lib is "/": it only needs system directories, and nothing else is shown.
     readable = [*sorted(own - {"/"}), *readable_paths]
     layers, is_root = _take_namespaces(readable)
     has_namespaces = not layers["namespaces"]
     layers["landlock"] = "" if kernel.landlock_version() else "this kernel has no Landlock, or it is not in `lsm=`"
     layers["seccomp"] = _tried(_install_a_filter)
     if has_namespaces:
-        kernel.drop_bounding_set()  # of every program; what this process has already, it keeps
+        kernel.drop_bounding_set()  # for every program; this process keeps its own capabilities
     writable = [root.BOXES, "/dev/null"] if has_namespaces else ["/dev/null"]
     shown = [*root.SYSTEM, *root.DEVICES, *readable]
     place = Facilities(
@@ -423,7 +423,7 @@ def _take_namespaces(readable: List[str]) -> Tuple[Dict[str, str], bool]:
 
 
 def _enter_and_become(readable: Sequence[str], user: int) -> None:
-    """Up to the user of a program.  Root of a container may enter, and yet lack the ids that programs have in turn."""
+    """Enter the root and try a program's user: root of a container may enter, and yet lack the ids of programs."""
     _enter(readable, user >= 0)
     if user >= 0:
         _change_user(user)
@@ -464,7 +464,7 @@ def _fork_in_new_pid_namespace() -> None:
 
 
 def _change_user(user: int) -> None:
-    """Raises OSError where this process may not: no root, or one of a user namespace."""
+    """Change to a user id.  Raises OSError without the right to: not root, or root of a user namespace."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -476,7 +476,7 @@ def _install_a_filter() -> None:
 
 
 def _tried(action) -> str:  # type: ignore[no-untyped-def]
-    """Run it in a child.  Returns why it failed, or nothing."""
+    """Run a function in a child.  Returns its error, or ""."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Plain values as JSON, with tags where JSON has no such type.  Part of the harness that runs beside a program.
+"""Plain values as JSON, with tags for types that JSON lacks.  Part of the harness that runs beside a program.
 
 {"$tuple": […]}  {"$set": […]}  {"$frozenset": […]}  {"$bytes": "hex"}  {"$int": "hex"}  {"$float": "nan"}
 {"$complex": [re, im]}  {"$dict": [[key, value], …]} where keys are no strings or begin with "$"
@@ -16,9 +16,9 @@ _LARGEST = 1 << 63
 
 
 def encode(value: Any) -> Any:
-    """Encode built-in types exactly, and what equals them as they do: see _as_plain.
+    """Encode built-in types exactly, and other plain types as these: see _as_plain.
 
-    Raises TypeError for any other, RecursionError for one that holds itself.
+    Raises TypeError for any other type, RecursionError for a value that contains itself.
     """
     value = _as_plain(value)
     kind = type(value)
@@ -44,9 +44,9 @@ def encode(value: Any) -> Any:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a Counter, a defaultdict, a named tuple as what it is made of; numbers and arrays of numpy as Python's.
+    """Return the built-in form of a Counter, a defaultdict, a named tuple, and of numbers and arrays of numpy.
 
-    A class of the program gains nothing by it: what it holds is compared elsewhere, and not by its own `==`.
+    A class of the program gains nothing by this: its content is compared elsewhere, not by its own `==`.
     """
     kind = type(value)
     if kind is bool or kind in _PLAIN:
@@ -66,7 +66,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Undo encode.  Raises ValueError or TypeError for what it did not make."""
+    """Undo encode.  Raises ValueError or TypeError for anything that `encode` does not produce."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
