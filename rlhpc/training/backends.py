@@ -1,8 +1,8 @@
-"""What trainer backends have in common: one device, copies of the parameters, a state that is saved and loaded.
+"""Common parts of trainer backends: one device, copies of the parameters, a state that is saved and loaded.
 
-Input: parts that a backend opens.  Output: the methods of the contract that are the same on them.  StatefulBackend
-knows nothing of layouts; an OptimizerBackend steps an optimiser of ours; on a ReplicatedBackend every rank is a replica
-of the model, however its state is shared out.
+Input: parts that a backend opens.  Output: the methods of the contract that all backends share.  StatefulBackend is
+independent of layouts; an OptimizerBackend steps an optimiser of ours; on a ReplicatedBackend every rank is a replica
+of the model, however its state is sharded.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rlhpc.training.trainer_state import STATE_KINDS, TrainerCheckpoint, on_all_
 #
 # Make this process compute the same bits from the same inputs: for run.deterministic.
 #
-# On CPU it does so anyway, with the same number of threads.  On CUDA some kernels add up in the order in which threads
-# arrive, and cuBLAS and NCCL choose algorithms as they go along.  An operation that has no deterministic implementation
-# raises RuntimeError, which names it.
+# CPU results are the same anyway, with the same number of threads.  On CUDA some kernels add up in the order in which
+# threads arrive, and cuBLAS and NCCL choose algorithms at run time.  An operation that has no deterministic
+# implementation raises RuntimeError, which names it.
 
 
-# Read by libraries when they are first used.  What the user has set is kept: they may know their interconnect.
+# Read by libraries when first used.  Values set by the user are kept: they may know their interconnect.
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one of the two values that torch accepts
     "NCCL_ALGO": "Ring",  # sums in the order of ranks, whatever the size of a message
@@ -88,7 +88,7 @@ ALIGNMENT = 512  # bytes at which a tensor begins in the copy
 
 
 class HeldParameters:
-    """Nothing at first, then copies of all tensors in one buffer."""
+    """Copies of all tensors in one buffer; empty at first."""
 
     def __init__(
         self, live: Callable[[], Sequence[Tensor]], around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -118,7 +118,7 @@ class HeldParameters:
 
     @contextmanager
     def in_place(self, is_wanted: bool = True) -> Iterator[None]:
-        """Swap the copy in if that is wanted, and out again at the end, whatever is raised."""
+        """Swap the copy in for the block, if wanted, and out again at the end, even if it raises."""
         if not is_wanted:
             yield
             return
@@ -134,7 +134,7 @@ class HeldParameters:
 
     @torch.no_grad()
     def _exchange(self, spare: Tensor) -> None:
-        """The copies run in order on the device's stream; the host waits for none of them."""
+        """Exchange the numbers, in order on the device's stream; the host does not wait."""
         with self._around():
             for tensor, held in zip(self._live(), self._held, strict=True):
                 between = _like(tensor, spare).copy_(tensor)
@@ -179,7 +179,7 @@ def write_rng(states: dict[str, str], device: torch.device) -> None:
 
 # ------------------------------------------------------------------------------------------------------- weight average
 #
-# An exponential moving average of float32 master weights, shared out over ranks as a checkpoint's are.
+# An exponential moving average of float32 master weights, sharded over ranks like those of a checkpoint.
 #
 # Input: this rank's live shards of masters, as its backend keeps them.  Output: float32 shards of the average, for a
 # checkpoint.  With weights w_v after version v and decay d: e_v = d · e_(v−1) + (1 − d) · w_v, and e = w where it
@@ -192,7 +192,7 @@ AVERAGE = "average"  # kind of tensors in a checkpoint, beside optimizer.STATE_K
 
 
 class WeightAverage:
-    """Nothing at first, then a copy of this rank's shards that follows them."""
+    """Moving average of this rank's shards; empty at first."""
 
     def __init__(self, items: Sequence[ShardedTensorSpec], own: Callable[[int], Sequence[Tensor]]) -> None:
         """own(index): this rank's live float32 masters of items[index], as for a BackgroundSaver."""
@@ -224,7 +224,7 @@ class WeightAverage:
         return self._held[index]
 
     def restore(self, kinds: Collection[str], read_weights: Callable[[str], None]) -> None:
-        """Go on from a checkpoint with these kinds of tensors, if there is an average.
+        """Continue from a checkpoint with these kinds of tensors, if there is an average.
 
         read_weights(kind): fill this rank's masters from tensors of a kind.  At the end the masters are the
         checkpoint's weights, whatever they were before.
@@ -248,13 +248,13 @@ class WeightAverage:
 
 # -------------------------------------------------------------------------------------------------------------- merging
 #
-# Low-rank adapters added to the weight that they are beside, and such weights in 4 bits: numbers of the normal
-# distribution ("nf4", Dettmers et al. 2023, arXiv:2305.14314), 64 to a scale, and those scales in 8 bits; bitsandbytes,
-# which is of an extra, packs and unpacks them.
+# Low-rank adapters added to their base weight, and base weights in 4 bits: numbers of the normal distribution ("nf4",
+# Dettmers et al. 2023, arXiv:2305.14314), 64 to a scale, and the scales in 8 bits; bitsandbytes, an optional
+# dependency, packs and unpacks them.
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale · B A, added in float32 and rounded once to the dtype of W, which stays as it is."""
+    """W + scale · B A, added in float32 and rounded once to the dtype of W, which is not changed."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
 
 
@@ -278,7 +278,7 @@ class StateSaver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """What the micro-batches of a step add up to besides their gradient."""
+    """Sums over the micro-batches of a step, besides their gradient."""
 
     divisor: int  # of every micro-batch's loss: the number of loss tokens of the step, or an estimate of it
     metrics: MetricSums = field(default_factory=MetricSums)
@@ -313,8 +313,8 @@ class StatefulBackend(TrainerBackend):
     _average: WeightAverage
     _saver: StateSaver
     _adapter_form: AdapterForm | None = None  # of a version
-    _adapter_record: Mapping[str, Any] | None = None  # what a checkpoint notes of adapters; None: there are none
-    _accumulated: StepSums | None = None  # of the parts of a step that its last part has yet to follow
+    _adapter_record: Mapping[str, Any] | None = None  # a checkpoint's record of adapters; None: there are none
+    _accumulated: StepSums | None = None  # of the parts of a step before its last one
 
     @property
     def device(self) -> str:
@@ -327,11 +327,11 @@ class StatefulBackend(TrainerBackend):
         return self._adapter_form
 
     def hold_reference(self, memory: str) -> None:
-        """See TrainerBackend; every rank holds the parameters that it has."""
+        """See TrainerBackend; every rank holds a copy of its own parameters."""
         self._reference.hold(memory)
 
     def hold_average(self, memory: str) -> None:
-        """See TrainerBackend; every rank holds what it sends to a checkpoint."""
+        """See TrainerBackend; every rank holds the average of its share of a checkpoint."""
         self._average.hold(memory)
         self._saver.add(AVERAGE, self._average.own)
 
@@ -350,7 +350,7 @@ class StatefulBackend(TrainerBackend):
         num_loss_tokens: int,
         is_first: bool,
     ) -> None:
-        """See TrainerBackend; no rank waits for another replica except as it does within a step."""
+        """See TrainerBackend; ranks wait for other replicas only as within a step."""
         if is_first:
             self._zero_gradients()
             self._accumulated = StepSums(num_loss_tokens)
@@ -400,7 +400,7 @@ class StatefulBackend(TrainerBackend):
         max_grad_norm: float,
         may_apply: StepGate | None,
     ) -> StepResult:
-        """Vote, clip and step.  sums: of all parts, divided by their estimate; num_loss_tokens: what it estimated."""
+        """Vote, clip and step.  sums: of all parts, divided by their estimate of num_loss_tokens, the true number."""
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; every number comes from the lowest rank that keeps it."""
@@ -430,7 +430,7 @@ class StatefulBackend(TrainerBackend):
         write_rng(rng, self._device)
 
     def _state_specs(self) -> tuple[TensorSpec, ...]:
-        """Names and shapes of the tensors that a checkpoint holds: of what is trained."""
+        """Names and shapes of a checkpoint's tensors: the trained ones."""
         return self.tensor_specs()
 
     @abstractmethod

@@ -30,7 +30,7 @@ from rlhpc.training.checkpoint_tensors import ShardedTensorSpec, gather_stream
 from rlhpc.training.ranks import open_gloo_group
 from rlhpc.training.trainer_state import STATE_KINDS, write_checkpoint
 
-# Ranks that have sent their shards wait for the disk of rank 0.  A rank that dies is noticed by its closed connection.
+# Ranks that have sent their shards wait for the disk of rank 0.  A dead rank is noticed by its closed connection.
 WRITE_TIMEOUT = timedelta(days=1)
 
 
@@ -46,7 +46,7 @@ def open_save_group() -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """One save, as the thread needs it."""
+    """One save, as input of the thread."""
 
     directory: Path
     num_steps_applied: int
@@ -72,9 +72,9 @@ class BackgroundSaver:
         own(kind, index): this rank's live float32 shards of items[index], for a kind of STATE_KINDS, in the order of
         its shards; flat or not; called at each save, only for items of which this rank has shards.  items: with float32
         specs.  device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.  adapter:
-        what the manifest notes of adapters, where the items are such.
+        record for the manifest if the items are adapters.
         """
-        # A tensor that cannot be made is a failed write like any other, which every rank hears of.
+        # A tensor that cannot be made is a failed write like any other, reported to every rank.
         self._items = [replace(item, join=partial(_joined, item)) for item in items]
         self._group, self._lead_rank, self._adapter = group, lead_rank, adapter
         self._own: dict[str, Callable[[int], Sequence[Tensor]]] = {kind: partial(own, kind) for kind in STATE_KINDS}
@@ -90,7 +90,7 @@ class BackgroundSaver:
         self._copies = {kind: self._buffer() for kind in STATE_KINDS}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[dict[str, int]] | None = None
-        self._out_of_step = ""  # why nothing can be gathered any more
+        self._out_of_step = ""  # reason why nothing can be gathered any more
 
     def add(self, kind: str, own: Callable[[int], Sequence[Tensor]]) -> None:
         """Save tensors of another kind with each state from now on.  own(index): live, as in __init__."""
@@ -127,7 +127,7 @@ class BackgroundSaver:
     # ------------------------------------------------------------------------------------------------ in the caller
 
     def _buffer(self) -> dict[int, list[Tensor]]:
-        """Views of one new buffer: the shards of each item that this rank has shards of."""
+        """Views of one new buffer: this rank's shards of each item."""
         buffer = torch.empty(self._num_elements, dtype=torch.float32).fill_(0.0)  # touches every page
         if self._is_pinned:
             self._pinned.append(pin(buffer))
@@ -149,12 +149,12 @@ class BackgroundSaver:
     def _write(self, write: _Write) -> dict[str, int]:
         """Stream the copies to rank 0, which writes them.  Raises CheckpointError.
 
-        Ranks that are out of step stay so: the next stream of one would be taken for this one of another.
+        Ranks that are out of step stay so: the next stream of one rank would be taken for this one.
         """
         if not self._out_of_step:
             try:
                 return self._write_together(write)
-            except (RuntimeError, MemoryError) as failure:  # a rank is gone; or no room for what another one sends
+            except (RuntimeError, MemoryError) as failure:  # a rank is gone; or no room for another one's shards
                 self._out_of_step = f"the state could not be gathered: {failure}"
             self._cut_off()  # not above: the failure's traceback refers to the group
         raise CheckpointError(f"{write.directory}: {self._out_of_step}")
@@ -178,7 +178,7 @@ class BackgroundSaver:
         return files
 
     def _cut_off(self) -> None:
-        """Close the connections: ranks that still send to this one hear that nobody receives it."""
+        """Close the connections, so that ranks that still send to this one fail."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
@@ -203,7 +203,7 @@ class BackgroundSaver:
     def _stream(self) -> Iterator[Tensor]:
         """Yield every tensor of every kind on rank 0, in the order of kinds and items; nothing elsewhere.
 
-        Raises CheckpointError for one that cannot be made, when all that the others send has been received.
+        Raises CheckpointError for a tensor that cannot be made, after receiving everything that the others send.
         """
         kinds = iter(self._copies.values())
         for copies in kinds:
@@ -211,7 +211,7 @@ class BackgroundSaver:
                 yield from self._gathered(copies)
             except CheckpointError:
                 for others in kinds:
-                    with suppress(CheckpointError):  # of the same tensor, perhaps: nobody wants it any more
+                    with suppress(CheckpointError):  # perhaps of the same tensor: no longer needed
                         for _ in self._gathered(others):
                             pass
                 raise
@@ -239,7 +239,7 @@ class BackgroundSaver:
 def _joined(item: ShardedTensorSpec, pieces: Sequence[Tensor]) -> list[Tensor]:
     try:
         return list(item.join(pieces))
-    except (RuntimeError, MemoryError) as error:  # torch's, where there is no memory for it
+    except (RuntimeError, MemoryError) as error:  # torch's, if there is no memory
         raise CheckpointError(f"{item.specs[0].name} cannot be put together: {error}") from error
 
 

@@ -1,8 +1,8 @@
 """Checkpoints as directories that appear complete or not at all.
 
 Input: a directory that all roles have written into.  Output: a checkpoint: `begin` gives a place to write, `complete`
-makes it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.
-One that does not count is never deleted but set aside under another name.  Loads without torch.
+makes it valid.  After a kill between any two operations the previous complete checkpoint still exists and is found.
+An invalid one is never deleted but set aside under another name.  Loads without torch.
 
     checkpoints/step_000120/{trainer/…, controller.json, COMPLETE}     COMPLETE: {"files": {name: [bytes, crc32]}, …}
     checkpoints/.step_000120.tmp/…, .step_000120.removed/…             being written, being deleted
@@ -92,11 +92,11 @@ def of_each_file(read: Callable[[str], Found], names: Iterable[str], num_bytes: 
 
 # ------------------------------------------------------------------------------------------------------------- timeline
 #
-# Which checkpoints belong to the current history of the run, and which to steps that a later resume has undone.
+# Tell checkpoints of the run's current history from those of steps that a later resume has undone.
 #
-# Input: attempts.jsonl, where each attempt says which step it began with, and the number of the attempt that wrote a
-# checkpoint.  Output: the attempt that has undone it, if any.  A checkpoint that was set aside and comes back by hand,
-# or one that a controller of an earlier attempt completes too late, is recognised by this alone.  Loads without torch.
+# Input: attempts.jsonl, with the first step of each attempt, and the number of the attempt that wrote a checkpoint.
+# Output: the attempt that has undone it, if any.  Only this recognises a checkpoint that was set aside and restored by
+# hand, or that a controller of an earlier attempt completes too late.  Loads without torch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,14 @@ def _begin_of(line: str) -> tuple[int, int] | None:
 
 log = logging.getLogger("rlhpc.checkpoint")
 COMPLETE = "COMPLETE"
-# As RunLayout.checkpoint writes it: a `step_20` that somebody has made beside step_000020 is theirs.
+# As RunLayout.checkpoint writes it: a user's own `step_20` beside step_000020 is left alone.
 _STEP_NAME = re.compile(r"step_(\d{6}|[1-9]\d{6,})")
 _LEFTOVER_NAME = re.compile(r"\.step_(\d{6}|[1-9]\d{6,})\.(?:tmp|removed)")
 _ASIDE_NAME = re.compile(r"step_\d+\.(?:damaged|undone)(?:-\d+)?")
 
 
 class Fate(enum.Enum):
-    """Whether a run may resume from a checkpoint."""
+    """Condition of a checkpoint: a run may resume from SOUND ones."""
 
     SOUND = "sound"
     DAMAGED = "damaged"  # a file is missing or is not what was written
@@ -152,7 +152,7 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What one checkpoint directory is."""
+    """State of one checkpoint directory."""
 
     step: int
     path: Path
@@ -161,15 +161,15 @@ class CheckpointState:
 
 
 class KnownCheckpoints:
-    """Verifies checkpoints; remembers which were read completely and are unchanged since."""
+    """Verifies checkpoints; keeps track of those that were read completely and are unchanged since."""
 
     def __init__(self, checkpoints: Path, *, read_up_to_bytes: float = math.inf) -> None:
-        """read_up_to_bytes: of a checkpoint with more only sizes are compared."""
+        """read_up_to_bytes: for larger checkpoints only sizes are compared."""
         self._checkpoints, self._read_up_to_bytes = checkpoints, read_up_to_bytes
         self._read: dict[Path, tuple[object, ...]] = {}  # stamps of files when they were read
 
     def newest_first(self, is_wanted: Callable[[int], bool] = lambda step: True) -> Iterator[CheckpointState]:
-        """Verify those of wanted steps one after the other; a caller that stops iterating leaves older ones unread.
+        """Verify the checkpoints of wanted steps, newest first; a caller that stops iterating leaves older ones unread.
 
         Raises OSError if attempts.jsonl or the directory cannot be read.
         """
@@ -183,8 +183,8 @@ class KnownCheckpoints:
         return _steps_below(self._checkpoints)
 
     def note_sound(self, path: Path) -> None:
-        """Record that every byte of this one has just been read."""
-        with suppress(CheckpointError, OSError):  # then it is read again, which reports what is wrong
+        """Record that every byte of this checkpoint has just been read."""
+        with suppress(CheckpointError, OSError):  # then it is read again, which reports the error
             self._read[path] = _stamps(path)
 
     def _state_of(self, step: int, path: Path, timeline: AttemptTimeline) -> CheckpointState:
@@ -221,11 +221,10 @@ def begin(final: Path, staging: Path | None = None) -> Path:
 
 
 def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Turn what was written into `temporary` into the checkpoint `final`.  Durable when it returns.
+    """Turn the files in `temporary` into the checkpoint `final`.  Durable when it returns.
 
     manifest: further content of COMPLETE, JSON; sizes and checksums of all files are added under "files".
-    A `final` that does not count is set aside.  Raises CheckpointError; then the new one does not count.  Reads every
-    byte once.
+    An invalid `final` is set aside.  Raises CheckpointError; the new one is then invalid.  Reads every byte once.
     """
     try:
         names = _files_below(temporary)
@@ -241,7 +240,7 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         rename(temporary, final)  # it appears and becomes valid atomically
         try:
             sync_directory(final.parent)
-        except OSError:  # it would stand in the way of another try
+        except OSError:  # it would block another try
             with suppress(OSError):
                 rename(final, temporary)
             raise
@@ -264,7 +263,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def policy_version_of(path: Path) -> int:
-    """The version whose weights a complete checkpoint holds.  Raises CheckpointError if it does not say."""
+    """Policy version of a complete checkpoint's weights.  Raises CheckpointError if it is not recorded."""
     version = _read_complete(path).get("policy_version")
     if not isinstance(version, int):
         raise CheckpointError(f"{path / COMPLETE}: has no policy version")
@@ -287,7 +286,7 @@ def latest_complete(checkpoints: Path) -> tuple[int, Path] | None:
 
 
 def describe(checkpoints: Path) -> list[CheckpointState]:
-    """Return every checkpoint, oldest first, with what is wrong with it."""
+    """Return the state of every checkpoint, oldest first."""
     return [*KnownCheckpoints(checkpoints).newest_first()][::-1]
 
 
@@ -302,14 +301,14 @@ def set_aside(path: Path, why: Fate) -> Path:
 
 
 def what_was_set_aside(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints that set_aside has renamed, by name."""
+    """Return the checkpoints that set_aside has renamed, sorted by name."""
     return sorted(path for path in _entries_of(checkpoints) if _ASIDE_NAME.fullmatch(path.name))
 
 
 def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -> list[Path]:
-    """Delete what is older than the newest `keep` (at least 2) intact checkpoints; returns what was deleted.
+    """Delete checkpoints older than the newest `keep` (at least 2) intact ones; returns the deleted ones.
 
-    Every byte of those that are kept is read, except of those in `known` that are unchanged since they were read.
+    Every byte of the kept ones is read, except of those in `known` that are unchanged since they were read.
     Damaged ones between them are set aside.  With fewer than `keep` intact ones nothing is deleted.  Nothing newer than
     the newest intact one is touched.  Remains of interrupted saves and deletions are deleted, too.
     Raises CheckpointError if keep is below 2 or on a write error.
@@ -339,7 +338,7 @@ def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -
 
 
 def leftovers_of(checkpoints: Path) -> list[Path]:
-    """Return directories that are being written or deleted, or were when a process died."""
+    """Return directories of writes and deletions under way, or interrupted by a death."""
     return [path for _, path in _steps_below(checkpoints, _LEFTOVER_NAME)]
 
 
@@ -354,7 +353,7 @@ def _remove(path: Path) -> None:
 
 
 def _clear_the_way(final: Path) -> None:
-    """Set aside what has the name of a new checkpoint.  Raises CheckpointError if that may be intact."""
+    """Set aside an existing checkpoint with the name of a new one.  Raises CheckpointError if it may be intact."""
     fate = _fate(final)
     if fate in (Fate.SOUND, Fate.UNREADABLE):
         raise CheckpointError(f"{final}: another checkpoint of this step has appeared meanwhile")
@@ -362,7 +361,7 @@ def _clear_the_way(final: Path) -> None:
 
 
 def _fate(final: Path) -> Fate:
-    """The fate of an existing checkpoint that has the name of a new one."""
+    """Condition of an existing checkpoint with the name of a new one."""
     match = _STEP_NAME.fullmatch(final.name)
     assert match is not None, final
     step = int(match[1])
@@ -407,7 +406,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
 
 
 def _is_table_of_files(files: Any) -> bool:
-    """{name: [bytes, crc32]}"""
+    """True for {name: [bytes, crc32]}."""
     return isinstance(files, dict) and all(
         isinstance(numbers, list) and len(numbers) == 2 and all(isinstance(number, int) for number in numbers)
         for numbers in files.values()

@@ -1,8 +1,8 @@
 """Turn the trainer's part of a checkpoint into an HF checkpoint that others can load.
 
-Input: a checkpoint and the directory of the model that was trained.  Output: a directory with the new weights and
-everything else of the old one: tensors that are not trained, configuration, tokenizer, chat template, licence; or of
-LoRA adapters a directory that PEFT loads.
+Input: a checkpoint and the directory of the trained model.  Output: a directory with the new weights and the rest of
+the old one: untrained tensors, configuration, tokenizer, chat template, licence; or, for LoRA adapters, a directory
+that PEFT loads.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def export_hf(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
-    """Write an HF checkpoint into out_dir, which must not exist; return the dtype of what was written.
+    """Write an HF checkpoint into out_dir, which must not exist; return the dtype of its weights.
 
     checkpoint_dir: the trainer's part, or the step directory around it.  is_average: export the moving average of its
-    weights.  dtype: a key of DTYPES; None: what model_dir's config.json names.
-    Reads and verifies only what it exports, once: moments are two thirds of a checkpoint.
-    Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written, there is
-    no average or a weight is too large for the dtype, ConfigError if model_dir or out_dir cannot be used.  If it fails
+    weights.  dtype: a key of DTYPES; None: that of model_dir's config.json.
+    Reads and verifies only exported tensors, once: moments are two thirds of a checkpoint.
+    Raises DamagedCheckpoint if these are damaged, CheckpointError if they cannot be read or written, there is no
+    average or a weight is too large for the dtype, ConfigError if model_dir or out_dir cannot be used.  If it fails
     or is interrupted after creating out_dir, it deletes it; a killed process leaves an out_dir without config.json,
     which nothing loads.
     """
@@ -92,7 +92,7 @@ def _part_of_trainer(checkpoint_dir: Path) -> Path:
 
 
 def _opened(checkpoint_dir: Path, *, is_average: bool) -> tuple[TrainerCheckpoint, str]:
-    """The checkpoint, and the kind of its tensors that is exported.  Raises CheckpointError if it has none of them."""
+    """The checkpoint, and the kind of tensors to export.  Raises CheckpointError if it has none of them."""
     checkpoint = open_checkpoint(checkpoint_dir)
     kind = AVERAGE if is_average else "weights"
     if kind not in checkpoint.kinds:
@@ -102,7 +102,7 @@ def _opened(checkpoint_dir: Path, *, is_average: bool) -> tuple[TrainerCheckpoin
 
 @contextmanager
 def _new_directory(out_dir: Path) -> Iterator[None]:
-    """Make it, and delete it again if the block raises.  Raises ConfigError if it is there, CheckpointError."""
+    """Make a directory, and delete it if the block raises.  Raises ConfigError if it exists, CheckpointError."""
     try:
         out_dir.mkdir(parents=True)
     except FileExistsError as error:
@@ -117,7 +117,7 @@ def _new_directory(out_dir: Path) -> Iterator[None]:
 
 
 def _rounded(tensors: Iterator[Tensor], specs: Iterable[TensorSpec]) -> Iterator[Tensor]:
-    """Round to the dtypes of specs.  Raises CheckpointError: a finite number becomes inf (float16 ends at 65504)."""
+    """Round to the dtypes of specs.  Raises CheckpointError if a finite number becomes inf (float16 ends at 65504)."""
     for tensor, spec in zip(tensors, specs, strict=True):
         rounded = tensor.to(DTYPES[spec.dtype])
         if tensor.numel() and rounded.dtype != tensor.dtype:
@@ -146,9 +146,9 @@ def _dtype_of(config_file: Path) -> str:
 
 
 def _untrained(model_dir: Path, trained: Sequence[str]) -> dict[str, Tensor]:
-    """What modules with trained tensors have besides on disk: correction biases of routers (GLM 4.5), scales of layers.
+    """Other tensors on disk of modules with trained ones: correction biases of routers (GLM 4.5), scales of layers.
 
-    Not a head that is tied, nor modules of which nothing is trained, such as layers that predict several tokens.
+    Without tied heads and modules without trained tensors, such as layers for multi-token prediction.
     Raises ConfigError.
     """
     if not any(model_dir.glob("*.safetensors")):  # deleted since
@@ -167,7 +167,7 @@ def _word(dtype: torch.dtype) -> str:
 def write_hf_weights(
     out_dir: Path, specs: Sequence[TensorSpec], tensors: Iterator[Tensor], *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write tensors that come in the order of specs as the weights of an HF checkpoint.
+    """Write tensors, which arrive in the order of specs, as the weights of an HF checkpoint.
 
     Raises CheckpointError, OSError.
     """
@@ -183,9 +183,9 @@ def write_hf_weights(
 
 
 def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
-    """Copy all files but weights, config.json last; dtype: the one that config.json must name, if it differs.
+    """Copy all files but weights, config.json last; dtype: to be set in config.json, if it differs.
 
-    Of directories only the one that belongs to the tokenizer: others have weights in other formats, or a cache.
+    The only directory copied is the tokenizer's: others have weights in other formats, or a cache.
     """
     if (templates := model_dir / CHAT_TEMPLATES).is_dir():
         (out_dir / CHAT_TEMPLATES).mkdir()
@@ -195,7 +195,7 @@ def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
     for path in sorted(files, key=lambda path: path.name == "config.json"):
         if dtype is not None and path.name == "config.json":
             config = json.loads(path.read_bytes())
-            # Under the spelling that is there: what reads the old one need not know the other.
+            # Under the existing spelling: readers of the old one need not know the other.
             config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], dtype)
             (out_dir / path.name).write_text(json.dumps(config, indent=2), encoding="utf-8")
         else:
@@ -204,16 +204,15 @@ def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- adapters
 #
-# A checkpoint that holds LoRA adapters, as a PEFT adapter or added to the weights that it was trained beside.
+# A checkpoint of LoRA adapters, exported as a PEFT adapter or added to the base weights.
 
 
 def export_adapter(
     checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, is_average: bool = False, dtype: str | None = None
 ) -> str:
-    """Write a PEFT adapter directory into out_dir, which must not exist; return the dtype of what was written.
+    """Write a PEFT adapter directory into out_dir, which must not exist; return the dtype of its tensors.
 
-    As export_hf; dtype: None: float32, as it was trained.  Raises CheckpointError, too, where the checkpoint holds no
-    adapters.
+    As export_hf; dtype: None: float32, as trained.  Also raises CheckpointError if the checkpoint has no adapters.
     """
     checkpoint_dir = _part_of_trainer(checkpoint_dir)
     checkpoint, kind = _opened(checkpoint_dir, is_average=is_average)
@@ -236,10 +235,10 @@ def export_adapter(
 def _with_adapters(
     checkpoint: TrainerCheckpoint, kind: str, model_dir: Path, source: TensorSource, dtype: str
 ) -> tuple[list[TensorSpec], Iterator[Tensor]]:
-    """All tensors of the base, where there is an adapter W + scale · B A, added in float32 and rounded once.
+    """All tensors of the base; adapted ones as W + scale · B A, added in float32 and rounded once.
 
-    W is what the trainer had: after 4 bits, with lora.quantization.
-    What is float32 on disk beside adapted weights that are not stays so: correction biases of routers.
+    W is the trainer's: with lora.quantization, after quantisation to 4 bits.
+    Tensors that are float32 on disk beside narrower adapted weights stay so: correction biases of routers.
     """
     assert checkpoint.adapter is not None
     _refuse_other_base(checkpoint, model_dir)
@@ -311,7 +310,7 @@ def save_reference(backend: TrainerBackend, model_dir: Path, directory: Path) ->
         done.set_exception(error)
     else:
         done.set_result(files)
-    for _ in weights:  # after an error the other ranks still send, and the end puts the policy back
+    for _ in weights:  # after an error the other ranks still send, and the end restores the policy
         pass
     return done
 

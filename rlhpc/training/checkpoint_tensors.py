@@ -193,15 +193,15 @@ class TensorSource:
 
     @classmethod
     def of_files(cls, files: Mapping[str, Path], *, error: Callable[[str], RlhpcError] = ConfigError) -> TensorSource:
-        """The caller states which file holds which tensor.  error: the class that is raised for a bad file."""
+        """files: tensor name → file.  error: the class that is raised for a bad file."""
         return cls(files, origin="", error=error)
 
     @classmethod
     def of_model(cls, directory: Path) -> TensorSource:
         """Take an HF checkpoint: one safetensors file, several with an index, or several without.
 
-        model.safetensors is all of it where it is there, as for transformers: the rest is another save's.
-        Raises ConfigError naming model.path and the file, also for a file that the index names and that is not there.
+        If there is a model.safetensors it is the whole checkpoint, as for transformers: other files are of another
+        save.  Raises ConfigError naming model.path and the file, also for a missing file of the index.
         """
         origin = f"model.path={directory}: "
         is_one_file = (directory / ONE_FILE).is_file()
@@ -232,7 +232,7 @@ class TensorSource:
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape, from the header of its file.  Raises `error` for a name that is not there."""
+        """The tensor's shape, from the header of its file.  Raises `error` for an unknown name."""
         with self._mapped(name):
             return tuple(self._file_of(name).get_slice(name).get_shape())
 
@@ -240,14 +240,14 @@ class TensorSource:
         """Return tensor[index] on the CPU, all of it without `index`, in its own dtype without `dtype`.
 
         May be a view of the mapped file, which is read from disk on access: copy it, neither keep it nor write to it.
-        Raises `error` for a name that is not there, or a file that is damaged or cannot be read.
+        Raises `error` for an unknown name, or a file that is damaged or cannot be read.
         """
         with self._mapped(name):
             part: Tensor = self._file_of(name).get_slice(name)[index or ...]
         return part if dtype is None else part.to(dtype)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `error` naming the tensor if it is not there, of another shape, or of integers."""
+        """Raise `error` naming the tensor if it is missing, of another shape, or of integers."""
         found = self.shape(name)
         with self._mapped(name):
             dtype = self._file_of(name).get_slice(name).get_dtype()
@@ -262,7 +262,7 @@ class TensorSource:
             )
 
     def close(self) -> None:
-        """Close what is open; reading opens it again."""
+        """Close open files; reading opens them again."""
         self._open.clear()
 
     @contextmanager

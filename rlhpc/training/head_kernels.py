@@ -17,7 +17,7 @@ from rlhpc.training.layer_kernels import NUM_PROGRAMS, load_halves, rounded, sto
 
 @triton.jit
 def _weights_of(query_weight, key_weight, columns, half, is_query, is_inside):
-    """Weights of each slot's norm, in halves; what the value's slot gets is not used."""
+    """Weights of each slot's norm, in halves; those of the value's slot are not used."""
     query_low, query_high = load_halves(query_weight, columns, half, is_inside & is_query)
     key_low, key_high = load_halves(key_weight, columns, half, is_inside & ~is_query)
     return query_low + key_low, query_high + key_high
@@ -144,7 +144,7 @@ def rotated_heads_gradient(
 
 
 def _heads_block(slots: int, head_size: int, num_kept: int = 1) -> dict[str, int]:
-    """num_kept: tiles of sums that a program keeps in its registers, over one."""
+    """Size of a program's block; num_kept: tiles of sums that it keeps in registers, beyond one."""
     rows, half = triton.next_power_of_2(slots), triton.next_power_of_2(max(head_size // 2, 1))
     return {"slots": rows, "half_block": half, "num_warps": 4 if rows * half * num_kept > 512 else num_kept}
 

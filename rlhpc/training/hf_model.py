@@ -36,7 +36,7 @@ from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 # Packed attention for any HF model that honours the attention interface.
 #
 # Importing this module registers it under the name PACKED_ATTENTION; a SegmentPlan travels to every layer through the
-# model's keyword arguments.  Apart from packed_attention.py, since it loads all that transformers needs for models.
+# model's keyword arguments.  Not in packed_attention.py, since it loads transformers' code for models.
 
 PACKED_ATTENTION = "rlhpc_packed"
 
@@ -92,12 +92,12 @@ def views_on_disk(name: str, tensor: Tensor) -> Iterator[Tensor]:
 
 
 def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, view) of a parameter; `tensor` is the parameter, or something of its shape."""
+    """(name on disk, view) of a parameter; `tensor` is the parameter, or a tensor of its shape."""
     return zip((each.name for each in on_disk(spec)), views_on_disk(spec.name, tensor), strict=True)
 
 
 def sharded_on_disk(spec: TensorSpec, shards: Sequence[Shard]) -> ShardedTensorSpec:
-    """A parameter that consists of these flat shards, end to end, as an item under its names on disk."""
+    """A parameter of these flat shards, end to end, as an item with its names on disk."""
     return ShardedTensorSpec(specs=on_disk(spec), shards=tuple(shards), join=partial(_join, spec))
 
 
@@ -167,8 +167,8 @@ def load_causal_lm(
 ) -> CausalLM:
     """Load a checkpoint in `dtype` on `device`.
 
-    max_tokens: of the longest sequence that the engine may sample (_rotate_as_engines).
-    Raises ConfigError naming model.path if there is none, or if the architecture cannot be trained here.
+    max_tokens: longest sequence that the engine may sample (_rotate_as_engines).
+    Raises ConfigError naming model.path if it is missing, or if the architecture cannot be trained here.
     """
     disable_progress_bar()  # it prints progress bars into the log
     try:
@@ -208,7 +208,7 @@ def cast_parameters(model: CausalLM, dtype: torch.dtype) -> None:
 
 
 def with_value_head(model: CausalLM) -> CausalLM:
-    """Give the trunk a value head; the module's own head is gone, unless it is the embedding too."""
+    """Give the trunk a value head; the module's own head is removed, unless it is also the embedding."""
     head, embedding = model.head_weight, model.module.get_input_embeddings()  # type: ignore[operator]
     weight = nn.Parameter(torch.zeros(1, head.shape[1], device=head.device, dtype=head.dtype))
     is_tied = embedding.weight is head
@@ -217,9 +217,9 @@ def with_value_head(model: CausalLM) -> CausalLM:
 
 
 def _rotate_as_engines(config: Any, max_tokens: int) -> None:
-    """LongRoPE (Phi) has two sets of frequencies; transformers chooses by the row at hand, and vLLM once.
+    """Fix LongRoPE's (Phi) set of frequencies as vLLM does; transformers chooses between two for each row.
 
-    vLLM takes those for long sequences if it may sample one (its PR 27431): so do we, for short ones too.
+    vLLM takes the set for long sequences if it may sample one (its PR 27431): so do we, for short ones too.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and max_tokens > rope["original_max_position_embeddings"]:
@@ -227,7 +227,7 @@ def _rotate_as_engines(config: Any, max_tokens: int) -> None:
 
 
 def _refuse_made_up(loaded: Mapping[str, Any], path: Path) -> None:
-    """loaded: transformers' own report.  Raises ConfigError for parameters that it has drawn at random."""
+    """Raise ConfigError for parameters that transformers has drawn at random; loaded: its own report."""
     if missing := sorted(loaded["missing_keys"]):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ConfigError(
@@ -246,7 +246,7 @@ def _without_logits(module: Any) -> CausalLM:
 
 
 def _drop_nothing(module: nn.Module) -> None:
-    """The sampled policy has no dropout, neither in modules nor where a layer hands its probability to a function."""
+    """Disable dropout, in modules and in layers that pass its probability on: the sampled policy has none."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -256,7 +256,7 @@ def _drop_nothing(module: nn.Module) -> None:
 
 
 def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
-    """Weights are exported under the names of hf_names, which every loader must know."""
+    """Raise ConfigError for experts with other names on disk: weights are exported under names that all know."""
     expected = {renamed.name for spec in model.tensor_specs() for renamed in on_disk(spec) if renamed.name != spec.name}
     files = sorted(path.glob("*.safetensors")) if expected else []
     for file in files:
@@ -271,10 +271,10 @@ def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
 
 @torch.no_grad()
 def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
-    """Packed log-probabilities must be those of HF's own attention and logits, segment by segment.
+    """Raise ConfigError unless packed log-probabilities equal those of HF's own attention and logits, per segment.
 
     Catches layers that do not use the attention interface, attention with a soft cap, sinks or a bias, windows that are
-    not handed on, heads with a bias, a scale or a soft cap, and noise of layers in training mode.
+    not passed on, heads with a bias, a scale or a soft cap, and noise of layers in training mode.
     """
     device, vocabulary = model.head_weight.device, model.head_weight.shape[0]
     module: Any = model.module
@@ -288,7 +288,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
         module.set_attn_implementation(PACKED_ATTENTION)
         borders = np.cumsum((0, *TRIAL_LENGTHS), dtype=np.int32)
         positions = torch.cat([torch.arange(length, device=device) for length in TRIAL_LENGTHS])
-        module.train()  # as it will be: noise of its own would show
+        module.train()  # as in training: noise of its layers would show
         try:
             hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
         except TypeError as error:  # its layers do not accept the plan of the row, or do not pass it on
@@ -308,7 +308,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
 
 @contextmanager
 def _in_float32(module: nn.Module) -> Iterator[None]:
-    """Meanwhile every part of a model computes in float32, its own parameters widened while it is at work."""
+    """Compute every part of a model in float32 during the block, widening each module's parameters while it runs."""
     narrow: dict[nn.Module, list[Tensor]] = {}
 
     def widen(part: nn.Module, *_: Any) -> None:
@@ -330,7 +330,7 @@ def _in_float32(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _narrow_windows(module: nn.Module) -> Iterator[None]:
-    """Meanwhile every sliding window of a model is TRIAL_WINDOW tokens wide, wherever its layers read the width."""
+    """Set every sliding window of a model to TRIAL_WINDOW tokens during the block, wherever layers read the width."""
     places: dict[int, Any] = {}
     for part in module.modules():
         places |= {id(place): place for place in (part, getattr(part, "config", None))}

@@ -1,9 +1,9 @@
-"""What transformers makes of a checkpoint, for checks in processes that have no torch: its tensors, its tokens.
+"""Tensors and tokens of a checkpoint as transformers sees them, for checks in processes without torch.
 
 `python -m rlhpc.training.hf_view` reads {"directory": …, "texts": […]} and prints one JSON line: "tokens" of each text
 by AutoTokenizer, with its special tokens and without, and "tokenizer", its class; without texts "tensors", the shapes
-that AutoModelForCausalLM expects by their names on disk, {} where transformers renames what it loads.  No weights are
-read.  What libraries print goes to stderr, and what they raise ends the process.
+that AutoModelForCausalLM expects by their names on disk, {} if transformers renames tensors on loading.  No weights are
+read.  Output of libraries goes to stderr, and their exceptions end the process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def tokens_of(directory: Path, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def tensors_of(directory: Path) -> dict[str, Any]:
-    """Shapes of the tensors on disk.  Needs the memory of none of them."""
-    import torch  # takes seconds, and tokens need none of it
+    """Shapes of the tensors on disk, without allocating any."""
+    import torch  # takes seconds, and is not needed for tokens
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 

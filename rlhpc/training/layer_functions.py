@@ -1,8 +1,8 @@
-"""What a layer computes between its matrix products: norms, the gate, and heads that are normed and rotated.
+"""A layer's operations between its matrix products: norms, the gate, and heads that are normed and rotated.
 
 Input: activations of the model.  Output: the same, differentiable once.  By layer_kernels.py and head_kernels.py on a
 GPU where Triton works, elsewhere by torch's own operations, as transformers does it, rounded as it rounds.  Either way
-only what forward has read is kept for backward; torch's operations would keep a copy of most of what they make.
+only inputs of forward are kept for backward; torch's operations would keep a copy of most intermediate results.
 Legend: L tokens, H hidden size, F inner size, G key heads, R query heads of each key head, D head size.
 """
 
@@ -159,7 +159,7 @@ class _RotatedHeads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         mixed = mixed.contiguous()
         weights = None if query_weight is None or key_weight is None else (query_weight, key_weight)
-        # Without norms they are turned back without what they were.
+        # Without norms the gradient is rotated back without the inputs.
         ctx.save_for_backward(rotation, *((mixed, *weights) if weights else ()))
         ctx.eps = eps
         kernels = _head_kernels_for(mixed)

@@ -3,7 +3,7 @@
 Input and output: contiguous tensors on the GPU, of the dtype of the model.  Their meaning, and the same by torch's
 operations, is in layer_functions.py.  Forward rounds where torch's operations round; sums and backward are float32.
 Each row is summed by one program in a fixed order, and the weights' gradients over a fixed number of programs: the same
-bits every time.  Every launch says whether a product and a sum become one operation: Triton's default changes with its
+bits every time.  Every launch sets whether a product and a sum are fused: Triton's default changes with its
 versions.  Triton comes with torch's CUDA builds; kernels are compiled when first used.
 Legend: T tokens, H hidden size, F inner size.
 """

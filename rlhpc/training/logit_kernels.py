@@ -63,7 +63,7 @@ def _gradient_kernel(
     chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
     result = (chosen - probability) * tl.load(row_factors + row)
     if has_entropy:
-        # What has probability 0 adds nothing, but −inf · 0 would be nan.
+        # A token of probability 0 adds nothing, but −inf · 0 would be nan.
         slope = tl.where(probability == 0.0, 0.0, probability * (log_probability + tl.load(entropy + row)))
         result -= slope * tl.load(entropy_factors + row)
     tl.store(gradient + row * vocabulary + columns, result.to(gradient.dtype.element_ty), mask=is_inside)

@@ -51,7 +51,7 @@ class MetricSums:
         self._rows: list[Mapping[str, Tensor]] = []
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Keep those of one micro-batch, detached scalars; nothing waits for the device."""
+        """Add one micro-batch's metrics, detached scalars; does not wait for the device."""
         self._rows.append(metrics)
 
     def over_ranks(self, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[str, float]:
@@ -66,7 +66,7 @@ class MetricSums:
 
 # ---------------------------------------------------------------------------------------------------------- row tensors
 #
-# A packed micro-batch as tensors, and its predictable tokens: what every backend computes its loss from.
+# A packed micro-batch as tensors, and its predictable tokens: the input of every backend's loss.
 #
 # Input: PackedMicrobatch.  Output: tensors on a device.  T: tokens of the row.
 
@@ -90,7 +90,7 @@ def all_but_first(microbatch: PackedMicrobatch) -> NDArray[np.bool_]:
 
 
 def plain_row(token_ids: Int32) -> PackedMicrobatch:
-    """One sequence of which no token counts in a loss."""
+    """A row of one sequence without loss tokens."""
     length = len(token_ids)
     return PackedMicrobatch(
         token_ids=token_ids,
@@ -117,7 +117,7 @@ def scattered(
 def token_row(
     microbatch: PackedMicrobatch, entropy: Tensor, *, proximal: Tensor | None, reference: Tensor | None = None
 ) -> TokenRow:
-    """What a loss gets, on the device of `entropy`, float32 [T]; see TokenRow, and TrainerBackend.step."""
+    """Make the input of a loss, float32 [T] on the device of `entropy`; see TokenRow, and TrainerBackend.step."""
     device = entropy.device
     loss_mask = on_device(microbatch.loss_mask, device)
     behaviour = on_device(microbatch.behaviour_logprobs, device)
@@ -164,8 +164,8 @@ def all_ranks_agree(answer: bool, device: torch.device) -> bool:
 # The critic's value head: one output in place of the language model's head.
 #
 # Input: hidden states and the head's weight.  Output: a value per token, in the place of its log-probability.  Its
-# weight begins as zeros, so that a critic that has learnt nothing says 0 everywhere; its name is that of HF's heads
-# for classification with one label.
+# weight begins as zeros, so that an untrained critic returns 0 everywhere; its name is that of HF's heads for
+# classification with one label.
 
 VALUE_HEAD = "score.weight"
 
@@ -189,9 +189,9 @@ EXP, TARGET, HOLDERS, WEIGHTED = range(4)  # sums of a row over the vocabulary, 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """Which rows of the whole head this rank of `group` holds: row i of its own is token first + i.
+    """The rows of the head that this rank of `group` holds: its row i is token first + i.
 
-    Its rows from num_tokens on are padding and stand for no token: they add nothing to any sum and get gradient zero.
+    Rows from num_tokens on are padding without a token: they add nothing to any sum and get gradient zero.
     num_tokens may be 0.
     """
 
@@ -239,7 +239,7 @@ def chunked_logprobs(
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward keeps log Σ exp of every row, so that backward can work on any part of the vocabulary alone.
 
-    With logits z, p = softmax(z), and H the entropy, which is known of the whole vocabulary after forward:
+    With logits z, p = softmax(z), and H the entropy over the whole vocabulary, known after forward:
         ∂ log p_target / ∂z_j = [j = target] − p_j            ∂H / ∂z_j = −p_j · (log p_j + H)
     """
 
@@ -282,7 +282,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         row_factors = gradients[0] / ctx.temperature
         entropy_factors = None if entropy is None else gradients[1] / ctx.temperature
         hidden_gradient = torch.empty_like(hidden)
-        # Of a frozen head there is none, nor the memory for it.
+        # A frozen head has no gradient, nor memory for one.
         head_gradient = torch.zeros_like(head_weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         # In float32 a product is added to its sum in place; else it is a second buffer, and so is the rounded factor.
         num_blocks = 1 if head_weight.dtype == torch.float32 else NUM_BLOCKS
@@ -313,14 +313,14 @@ def _slices(length: int, step: int) -> Iterator[slice]:
 
 
 def _own_rows(head_weight: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, int]:
-    """The rows that stand for tokens, ready to be multiplied, and the first of these tokens."""
+    """The rows without padding, ready to be multiplied, and the first one's token."""
     if shard is None:
         return _operand(head_weight), 0
     return _operand(head_weight[: shard.num_tokens]), shard.first
 
 
 def _operand(factor: Tensor) -> Tensor:
-    """Itself on CUDA, which can multiply bfloat16 into float32; a float32 copy elsewhere."""
+    """The tensor itself on CUDA, which can multiply bfloat16 into float32; a float32 copy elsewhere."""
     return factor if factor.is_cuda else factor.float()
 
 
@@ -378,7 +378,7 @@ def _exponential_sums(shifted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _find(targets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Which targets are rows of the head, bool [C], and the row of each, [C, 1]; for other targets any row."""
+    """Mask of targets that are rows of the head, bool [C], and the row of each, [C, 1]; for others any row."""
     return (targets >= 0) & (targets < num_rows), targets.clamp(0, num_rows - 1)[:, None]
 
 

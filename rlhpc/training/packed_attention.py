@@ -2,7 +2,7 @@
 
 Layers with a sliding window of W tokens attend to the token itself and the W − 1 before it (arXiv:2310.06825, §2).
 
-Input: the borders of a row's segments.  Output: a SegmentPlan, and what each layer computes with it.
+Input: the borders of a row's segments.  Output: a SegmentPlan, and each layer's attention with it.
 Guarantees: no token attends across a border, and no [T, T] mask is ever made.
 
 On CUDA in half precision one variable-length flash kernel serves the whole row.  Elsewhere segments of similar length

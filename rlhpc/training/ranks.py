@@ -186,7 +186,7 @@ RENDEZVOUS, MEET_TIMEOUT_S, LOOPBACK = "rendezvous://", 120.0, "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """This process's rank in the trainer, and how it finds the others; one rank needs only the first two fields."""
+    """This process's rank in the trainer, and the rendezvous; a single rank needs only the first two fields."""
 
     rank: int = 0
     world_size: int = 1
@@ -259,7 +259,7 @@ def open_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 def close_process_group() -> None:
     """Leave the default group and every group made from it.  Idempotent.
 
-    While an exception is handled NCCL's groups stay, for the process to end by leave_at_once (lifecycle.py).
+    While an exception is handled NCCL's groups stay, and the process ends by leave_at_once (lifecycle.py).
     """
     if not dist.is_initialized():
         return
@@ -280,7 +280,7 @@ def device_of(wish: str, rank: int) -> torch.device:
     if wish == "cpu" or (wish == "auto" and not has_cuda and not was_given_one):
         return torch.device("cpu")
     if not has_cuda:
-        # "auto", too: this rank would train on the CPU, beside others that wait for it on their GPUs.
+        # Also for "auto": this rank would train on the CPU, while others wait for it on their GPUs.
         raise ConfigError(
             f"trainer.device={wish!r}: torch {torch.__version__} sees no GPU on {socket.gethostname()} "
             f"(CUDA_VISIBLE_DEVICES={shown!r}): none is there, one has failed, or the driver is too old; "

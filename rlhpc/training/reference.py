@@ -116,7 +116,7 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
         return metrics, grad_norm, grad_norm
 
     def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:
-        if loss_sum.requires_grad:  # not so for a row without loss tokens
+        if loss_sum.requires_grad:  # False for a row without loss tokens
             (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
 
     def _token_logprobs(

@@ -171,7 +171,7 @@ SHARD_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class TrainerCheckpoint:
-    """A checkpoint whose manifest has been read, and its tensors not yet."""
+    """A checkpoint whose manifest has been read, but not its tensors."""
 
     directory: Path
     num_steps_applied: int
@@ -179,11 +179,11 @@ class TrainerCheckpoint:
     specs: tuple[TensorSpec, ...]  # all float32
     shards: dict[str, tuple[str, tuple[str, ...]]]  # file name → (kind, tensor names)
     records: dict[str, FileRecord]  # by file name
-    adapter: Mapping[str, Any] | None = None  # of LoRA adapters, what they are and beside what: models/adapter.py
+    adapter: Mapping[str, Any] | None = None  # settings and base of LoRA adapters, see models/adapter.py
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of tensors that are there: STATE_KINDS, and perhaps weight_average.AVERAGE."""
+        """Kinds of tensors in this checkpoint: STATE_KINDS, and perhaps AVERAGE."""
         return frozenset(kind for kind, _ in self.shards.values())
 
     def tensors(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
@@ -232,10 +232,10 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Write everything into `directory`, which is made; return {file name: bytes}.
+    """Write a checkpoint into `directory`, which is made; return {file name: bytes}.
 
     specs: names and shapes in the order in which tensors_of(kind) yields float32 tensors, for each of kinds.
-    adapter: what to note of them where they are LoRA adapters.
+    adapter: record of LoRA adapters, if the tensors are such.
     Every file appears complete or not at all, the manifest last.  Raises CheckpointError; files may remain.
     """
     masters = [TensorSpec(spec.name, "float32", spec.shape) for spec in specs]
@@ -271,11 +271,11 @@ def read_checkpoint(
     share: tuple[int, int] = (0, 1),
     adapter: Mapping[str, Any] | None = None,
 ) -> TrainerCheckpoint:
-    """Verify a checkpoint and return what it holds.
+    """Verify a checkpoint and return it.
 
-    specs: of the model that wants it, in any dtype and order; None takes it as it is.  share (k, n): this is reader k,
-    from 0, of n: it verifies the checksums of every nth file from file k on, and the sizes of all files.  adapter: what
-    a checkpoint of that model would note of its adapters.
+    specs: of the model to load, in any dtype and order; None: any model.  share (k, n): this is reader k, from 0, of n:
+    it verifies the checksums of every nth file from file k on, and the sizes of all files.  adapter: the record that a
+    checkpoint of that model's adapters would have.
     Raises CheckpointError naming the file and the reason.
     """
     checkpoint = open_checkpoint(directory)
@@ -293,7 +293,7 @@ def read_checkpoint(
 
 
 def open_checkpoint(directory: Path) -> TrainerCheckpoint:
-    """Return what a checkpoint's manifest lists; reads and verifies only the manifest.  Raises CheckpointError."""
+    """Return a checkpoint by its manifest; reads and verifies only the manifest.  Raises CheckpointError."""
     _refuse_other_format(directory)
     manifest = read_manifest(directory / STATE_FILE)
     specs = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in manifest["tensors"])
@@ -305,7 +305,7 @@ def open_checkpoint(directory: Path) -> TrainerCheckpoint:
 
 
 def on_all_ranks(read: Callable[[], Found]) -> Found:
-    """Return what `read` returns, or raise CheckpointError on every rank if it raises that on any.  A collective.
+    """Return read()'s result; raise CheckpointError on every rank if it raises one on any.  A collective.
 
     A rank that raised alone would leave the others waiting for it in their next collective.  All raise the message of
     the first that failed, so that rank 0's log has it.
@@ -362,7 +362,7 @@ def _checksum(manifest: Any) -> int:
 def _refuse_other_format(directory: Path) -> None:
     try:
         is_other = (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists()
-    except OSError as error:  # of one rank alone, which the others would wait for: see on_all_ranks
+    except OSError as error:  # on one rank only, for which the others would wait: see on_all_ranks
         raise CheckpointError(f"{directory}: cannot be read: {error}") from error
     if is_other:
         raise CheckpointError(
@@ -373,7 +373,7 @@ def _refuse_other_format(directory: Path) -> None:
 
 
 def _refuse_other_adapter(path: Path, there: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> None:
-    """Raises CheckpointError naming the key of [lora], or the base, that differs."""
+    """Raise CheckpointError naming the key of [lora], or the base, that differs."""
     if there is None and here is not None:
         raise CheckpointError(f"lora.rank={here['rank']}: {path} holds whole weights; legal: lora.rank=0, as before")
     if there is not None and here is None:

@@ -1,7 +1,7 @@
-"""Our modules of Triton kernels, where Triton works, and None elsewhere: torch's own operations give the same.
+"""Our modules of Triton kernels if Triton works, else None: torch's own operations give the same results.
 
-Input: the name of a module here, and a tensor that its kernels would read.  Whether Triton is installed and can compile
-for this GPU only shows when it is used, so that every module has a function try_out(device, dtype).
+Input: the name of a module here, and a tensor that its kernels would read.  Only a trial shows whether Triton is
+installed and can compile for this GPU, so that every module has a function try_out(device, dtype).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("rlhpc.training")
 
 
 def kernels_for(module: str, tensor: Tensor) -> Any:
-    """The module, or None on CPU and where it was tried and failed, which is logged once."""
+    """The module, or None on CPU, and if its trial failed, which is logged once."""
     return compiled_kernels(module, tensor.device, tensor.dtype) if tensor.is_cuda else None
 
 
@@ -37,7 +37,7 @@ def _tried_out(module: str, device: torch.device, dtype: torch.dtype) -> Any:
     kernels = import_module(f"rlhpc.training.{module}")
     try:
         kernels.try_out(device, dtype)
-    # A kernel does not compile; libcuda.so is not where Triton looks for it, as in many a container; no compiler.
+    # A kernel does not compile; libcuda.so is not where Triton looks for it, as in many containers; no compiler.
     except (import_module("triton.errors").TritonError, AssertionError, SubprocessError) as error:
         raise RuntimeError(str(error)) from error
     return kernels

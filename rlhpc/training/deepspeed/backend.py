@@ -56,7 +56,7 @@ class ZeroSettings:
 
 
 class DeepSpeedBackend(ReplicatedBackend):
-    """A DeepSpeed engine, the table of its state, and the copies that saves, the reference and the average need."""
+    """A DeepSpeed engine, the table of its state, and copies for saves, the reference and the average."""
 
     def __init__(
         self, model: CausalLM, settings: ZeroSettings, *, device: torch.device, lora: Lora | None = None
@@ -182,7 +182,7 @@ class DeepSpeedBackend(ReplicatedBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities and entropies float32 [T], 0 where not wanted, and the latter's sum, without gradient.
 
-        A row of which nothing is wanted passes through the model too: other ranks wait for this one in every layer.
+        A row without wanted tokens also passes through the model: other ranks wait for this one in every layer.
         """
         tokens = on_device(np.flatnonzero(wanted), self._device)
         logprobs, entropy = self._engine(
@@ -219,7 +219,7 @@ class DeepSpeedBackend(ReplicatedBackend):
                 yield from base  # nothing: it sends
 
     def _adapters(self, *, of_reference: bool) -> Iterator[tuple[str, Tensor]]:
-        """A and B on rank 0, float32: the masters, or what takes their place in the forward pass."""
+        """A and B on rank 0, float32: the masters, or their replacement in the forward pass."""
         if of_reference:
             return ((name, tensor.float()) for name, tensor in self._stream())
         return gather_stream(
@@ -273,9 +273,9 @@ class DeepSpeedBackend(ReplicatedBackend):
 
 
 def _read_range(source: TensorSource, spec: TensorSpec, start: int, stop: int) -> Tensor:
-    """Numbers [start, stop) of the flattened parameter `spec`, of which only the rows that hold them are read."""
+    """Numbers [start, stop) of the flattened parameter `spec`; reads only the rows that contain them."""
     pieces = []
-    begin = 0  # of a tensor on disk within the parameter, where they follow one another
+    begin = 0  # offset in the parameter of the current tensor on disk
     for part in on_disk(spec):
         end = begin + math.prod(part.shape)
         first, last = max(start, begin) - begin, min(stop, end) - begin

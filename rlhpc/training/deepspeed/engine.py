@@ -4,8 +4,8 @@ end.
 Input: a module and [trainer].  Output: a DeepSpeed engine of ZeRO stage 1, 2 or 3 around torch's AdamW.
 Guarantees: nothing is compiled when it starts, DeepSpeed logs errors only, and engines may be opened and closed in one
 process any number of times.
-Import and use it under accelerator_environment: DeepSpeed chooses its accelerator while it is imported, once for the
-process, and looks into the environment for this rank's device in every pass of stage 3.
+Import and use it under accelerator_environment: DeepSpeed chooses its accelerator on import, once for the process, and
+reads this rank's device from the environment in every pass of stage 3.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rlhpc.training.trainer_state import STATE_KINDS
 
 # ---------------------------------------------------------------------------------------------------------- environment
 #
-# The environment variables that DeepSpeed insists on, for as long as it reads them.
+# The environment variables that DeepSpeed requires, set while it reads them.
 
 SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # by deepspeed; it changes how torch looks for GPUs
 
@@ -129,7 +129,7 @@ class _Head(nn.Module):
 
 # ---------------------------------------------------------------------------------------------------------------- state
 #
-# Where ZeRO keeps masters, moments and parameters, and how to read and write them by HF name.
+# Access to ZeRO's masters, moments and parameters by HF name.
 #
 # Input: DeepSpeed's optimiser of stage 1, 2 or 3.  Output: a table of fragments that every rank computes alike without
 # communication, views of this rank's numbers, and the items that gather_stream and checkpoints are made of.
@@ -198,7 +198,7 @@ class ZeroState:
             self._optimizer.optimizer.state[flat]["step"].fill_(value)
 
     def items(self, dtype: str = "float32") -> list[ShardedTensorSpec]:
-        """One item for each parameter, in the model's order."""
+        """Items, one per parameter, in the model's order."""
         return [
             sharded_on_disk(
                 TensorSpec(spec.name, dtype, spec.shape),
@@ -246,7 +246,7 @@ class ZeroState:
 
     @contextmanager
     def partitioned(self) -> Iterator[None]:
-        """A block in which this rank's runs of the parameters may be written to: none of them is gathered meanwhile.
+        """A block in which this rank's runs of the parameters may be written to, since none of them is gathered.
 
         A collective of stage 3; in stages 1 and 2 a rank has all of them anyway.
         """
@@ -260,7 +260,7 @@ class ZeroState:
             persistent[0].all_gather(persistent)
 
     def own_parameters(self) -> list[Tensor]:
-        """What this rank holds of the parameters of the forward pass, padding included; live."""
+        """This rank's part of the forward pass's parameters, padding included; live."""
         parameters = self._parameters.values()
         return [p.ds_tensor.detach() if self._stage == 3 else p.detach() for p in parameters]
 
@@ -272,7 +272,7 @@ class ZeroState:
 
 
 def frozen_items(specs: Iterable[TensorSpec], parameters: Mapping[str, Any]) -> list[ShardedTensorSpec]:
-    """One item for each parameter that stage 3 has sharded and that no optimiser steps.  specs: of whole ones."""
+    """Items, one per frozen parameter that stage 3 has sharded.  specs: of the whole parameters."""
     return [
         sharded_on_disk(
             spec,
@@ -287,7 +287,7 @@ def frozen_items(specs: Iterable[TensorSpec], parameters: Mapping[str, Any]) -> 
 
 
 def own_frozen(parameter: Any, shards: Iterable[Shard], device: torch.device) -> tuple[Tensor, ...]:
-    """This rank's run of such a parameter, or nothing, on `device`."""
+    """This rank's run of a frozen parameter, or nothing, on `device`."""
     rank, partition = dist.get_rank(), parameter.ds_tensor.detach()
     return tuple(partition.narrow(0, 0, shard.num_elements).to(device) for shard in shards if shard.rank == rank)
 
@@ -357,9 +357,9 @@ class NormGate:
 
     @contextmanager
     def asking(self, allows: Callable[[float], bool], *, scale: float) -> Iterator[None]:
-        """Ask `allows` while the block runs; it is called on every rank with the same finite norm, or on none.
+        """Use `allows` as the gate in the block; it is called on every rank with the same finite norm, or on none.
 
-        scale: what the step divides the gradients by, before their norm is asked about and clipped.
+        scale: divisor of the gradients, applied before their norm is checked and clipped.
         """
         self._allows, self.norm = allows, math.nan
         self._zero.loss_scale = scale
@@ -464,10 +464,10 @@ def engine_options(trainer: TrainerConfig, *, dtype: torch.dtype, num_elements: 
 
 
 def forget_gradients(zero: Any, stage: int) -> None:
-    """Drop what backward passes have added up since the last step, and what DeepSpeed 0.19 keeps after a skipped one if
-    the optimiser is in host memory.
+    """Drop gradients accumulated since the last step, and those that DeepSpeed 0.19 keeps after a skipped step if the
+    optimiser is in host memory.
 
-    Otherwise they are part of the next step, finite or not.  zero: the optimiser of an engine.
+    They would otherwise be part of the next step, finite or not.  zero: the optimiser of an engine.
     """
     zero.zero_grad()  # in stage 3 that is all: the next backward overwrites its sums
     if stage < 3:

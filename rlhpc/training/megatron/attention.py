@@ -33,7 +33,7 @@ from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, pack
 
 # ------------------------------------------------------------------------------------------------------------- row plan
 #
-# What each context rank's tokens attend to: the plan of causal attention over a packed row that is cut in chunks.
+# The plan of causal attention over a packed row that is cut in chunks: the keys of each context rank's tokens.
 #
 # Input: segment borders.  Output: a RowPlan that travels to every layer.  Needs no process group.
 # Legend: P tokens of the padded row, C context ranks; the row is cut into 2·C equal chunks, and rank r holds chunks r
@@ -46,7 +46,7 @@ from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, pack
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """One contiguous chunk of the row: its queries, and the keys of the whole row that they attend to."""
+    """A contiguous chunk of the row: its queries, and the keys of the whole row that they attend to."""
 
     key_start: int  # keys [key_start, key_end) of the row
     key_end: int  # also where the queries end
@@ -81,7 +81,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """One rank's part of the attention of one row: `whole` where the row is not cut, else two `chunks`."""
+    """A rank's part of the attention of one row: `whole` if the row is not cut, else two `chunks`."""
 
     borders: Tensor  # int32 [S + 1] of the whole row, on the device
     max_tokens: int  # of its longest segment
@@ -132,7 +132,7 @@ def row_order(num_tokens: int, num_ranks: int, device: torch.device) -> Tensor:
 #
 # The part of a packed row that one context-parallel rank works on, and the way back to the whole row.
 #
-# Input: packed micro-batches.  Output: LocalRows: padded to what the layout divides, cut, and on the device.
+# Input: packed micro-batches.  Output: LocalRows: padded to the layout's row_multiple, cut, and on the device.
 # Legend: T tokens of the row, P tokens once padded, L = P / context tokens of one rank.
 #
 # With C > 1 context ranks the padded row is cut into 2·C equal chunks, and rank r holds chunks r and 2·C − 1 − r: one

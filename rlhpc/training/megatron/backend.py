@@ -140,10 +140,10 @@ class Schedule:
 
     @contextmanager
     def _summing_nothing(self) -> Iterator[None]:
-        """A block in which every micro-batch's backward is one that others follow."""
+        """A block in which every micro-batch's backward counts as followed by others."""
         config = self._chunks[0].config
         kept = config.no_sync_func, config.finalize_model_grads_func
-        # Megatron's own pause ends before the last micro-batch, and takes this one with it.
+        # Megatron's own pause ends before the last micro-batch, and would end this one too.
         config.no_sync_func = config.finalize_model_grads_func = None
         try:
             with ExitStack() as pauses:
@@ -155,7 +155,7 @@ class Schedule:
 
     @torch.no_grad()
     def forward(self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback) -> None:
-        """Forward alone; what `loss_callback` returns is ignored.  A collective."""
+        """Run forward alone; results of `loss_callback` are ignored.  A collective."""
         self._run(work, request, loss_callback, forward_only=True)
 
     def _run(
@@ -173,13 +173,13 @@ class Schedule:
             data_iterator=iterators if is_interleaved else iterators[0],
             model=self._chunks if is_interleaved else self._chunks[0],
             num_microbatches=len(rows),
-            seq_length=1,  # rows differ: every stage announces the shape of what it sends
+            seq_length=1,  # rows differ: every stage announces the shapes that it sends
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _filled_up(self, work: Sequence[Work]) -> list[Work]:
-        """Interleaved stages want a multiple of their number; rows of one token without loss fill up the rest."""
+        """Pad the work with one-token rows without loss to a multiple of the stages, as interleaving needs."""
         if self._layout.chunks == 1:
             return list(work)
         missing = -len(work) % self._layout.pipeline
@@ -189,7 +189,7 @@ class Schedule:
     def _step(
         request: HeadRequest, loss_of: Callable[..., Any], rows: Iterator[tuple[int, LocalRow]], chunk: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """Megatron's forward_step_func: the chunk's output, and what to do with it if it is the last chunk's."""
+        """Megatron's forward_step_func: the chunk's output, and the function applied to the last chunk's."""
         index, row = next(rows)
         return chunk(row, request), partial(loss_of, index)
 
@@ -227,7 +227,7 @@ LEAD_RANK = 0
 
 
 class MegatronBackend(OptimizerBackend):
-    """One rank's part of the model; the process groups of this process belong to it until close()."""
+    """A rank's part of the model; it owns the process groups of this process until close()."""
 
     _optimizer: MegatronAdamW
 

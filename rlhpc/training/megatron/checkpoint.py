@@ -6,7 +6,7 @@ megatron.json beside it:
     __0_0.distcp  __1_0.distcp …  .metadata  common.pt  metadata.json  megatron.json
 
 megatron.json is written last, by rank 0, when the files of all ranks are complete; it holds their checksums, the number
-of steps, the random state and which model it is.
+of steps, the random state and the model's fingerprint.
 Guarantees: a failure on one rank is a CheckpointError with the same reason on all; all files are verified, each rank
 reading its share of them, before any of the state is loaded.
 
@@ -74,7 +74,7 @@ from rlhpc.training.trainer_state import (
 # counters.
 
 
-# Kind of state → what Megatron calls it on disk.
+# Kind of state → Megatron's name on disk.
 NAMES = {"weights": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 # One key per layer, expert and half of a gated layer: shapes must not depend on the number of stages.
 METADATA = {"singleton_local_shards": True}
@@ -95,7 +95,7 @@ class _KeptNumbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One parameter of this rank: its shard here and where it belongs in the whole model."""
+    """One parameter of this rank: its shard here and its place in the whole model."""
 
     shard: OptimizerShard
     entry: Any  # ShardedTensor of the model, or the factory of several
@@ -107,7 +107,7 @@ class _Place:
 
 
 class ShardedState:
-    """What this rank keeps, by name of the parameter in the whole model."""
+    """This rank's state, by name of the parameter in the whole model."""
 
     def __init__(self, model: RankModel, shards: Sequence[OptimizerShard]) -> None:
         """shards: of the optimiser over model.chunks."""
@@ -133,7 +133,7 @@ class ShardedState:
             shard.tensor(kind).copy_(loaded[name].reshape(-1)[shard.start : shard.end])
 
     def plan(self, exchange: Exchange) -> WritePlan:
-        """Exchange what every rank keeps, and assign a writer to every tensor.  A collective."""
+        """Exchange the ranges that every rank keeps, and assign a writer to every tensor.  A collective."""
         kept = {name: (place.shard.start, place.shard.end) for name, place in self._places.items()}
         of_ranks: list[dict[str, tuple[int, int]]] = exchange.of_all(kept)
         writers: dict[str, int] = {}
@@ -150,16 +150,16 @@ class ShardedState:
 
 
 class WritePlan:
-    """Who writes which tensor of this rank's stage and tensor rank; the same on all its replicas."""
+    """The writer of each tensor of this rank's stage and tensor rank; the same on all its replicas."""
 
     def __init__(
         self, places: dict[str, _Place], writers: dict[str, int], sharded: dict[int, list[ShardedTensorSpec]]
     ) -> None:
-        """writers: rank that writes a tensor; sharded: by writer, those that it has to be sent parts of."""
+        """writers: rank that writes a tensor; sharded: by writer, the tensors that it needs parts of."""
         self._places, self._writers, self._sharded = places, writers, sharded
 
     def to_write(self, kind: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """Tensors for dist_checkpointing's savers: what this rank writes, views of its shards where they are whole.
+        """Tensors that this rank writes, for dist_checkpointing's savers; views of its shards if these are whole.
 
         group: gloo, of all ranks.  A collective.  Needs host memory for gathered tensors.
         """
@@ -236,11 +236,11 @@ class DistributedSaver:
         self._plan, self._exchange, self._fingerprint, self._group = state.plan(exchange), exchange, fingerprint, group
 
     def add(self, kind: str, own: Callable[[int], Sequence[Tensor]]) -> None:
-        """The format has no place for another kind; a run file that asks for one is refused."""
+        """Unused: the format has no place for another kind, and a run file that needs one is refused."""
         raise AssertionError(f"checkpoint.trainer_format='megatron' has no place for {kind!r}")
 
     def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
-        """Write everything into `directory`, which is made; every rank calls it and waits for its own disk.
+        """Write the whole state into `directory`, which is made; every rank calls it and waits for its own disk.
 
         The future is done: {file name: bytes} of all ranks' files on rank 0 and {} elsewhere, or CheckpointError; then
         files may remain, but not megatron.json.
@@ -343,7 +343,7 @@ def verify_distributed(directory: Path, exchange: Exchange, *, fingerprint: str)
 
 
 def _agreed(exchange: Exchange, action: Callable[[], Made]) -> Made:
-    """Return what `action` does here.  A collective; raises CheckpointError everywhere if it does anywhere."""
+    """Return action()'s result.  A collective; raises CheckpointError on all ranks if it raises on any."""
     error: CheckpointError | None = None
     try:
         made = action()
@@ -365,7 +365,7 @@ def _begin(directory: Path) -> None:
 
 
 def _write_shards(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """What dist_checkpointing.save does with its default strategy, without its processes.  A collective."""
+    """Do what dist_checkpointing.save does with its default strategy, without its processes.  A collective."""
     # Also makes sure, over all ranks, that every tensor is covered once.
     sharded, _ = save_preprocess(tensors, validate_access_integrity=True)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -381,12 +381,12 @@ def _write_shards(directory: Path, tensors: dict[str, Any], group: dist.ProcessG
 
 
 def _reasons(error: CheckpointException) -> str:
-    """Reasons without the traceback of every rank, which the exception's own text has; they are in its chain."""
+    """Reasons, without the tracebacks of all ranks in the exception's own text; these are in its chain."""
     return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
 
 
 def _records_of_own_files(directory: Path, *, is_rank_zero: bool) -> dict[str, dict[str, int]]:
-    """Read back what this rank wrote; on rank 0 also the files that are written once."""
+    """Read back this rank's files; on rank 0 also the files that are written once."""
     try:
         paths = list(directory.glob(f"__{dist.get_rank()}_*.distcp"))
         if is_rank_zero:

@@ -47,10 +47,10 @@ FUNCTIONS_THAT_ASK_A_TENSOR = (
 
 
 def load_megatron() -> None:
-    """Import megatron.core, whose fused functions stay as they are written where there is no CUDA.
+    """Import megatron.core; without CUDA its fused functions are not compiled.
 
-    It hands some forty functions to torch.compile when it is imported, which loads a compiler for them: a fifth of what
-    a trainer loads.  A run on CPU calls one of them, the router's for expert biases, of which there are none.
+    It passes some forty functions to torch.compile on import, which loads a compiler for them: a fifth of a trainer's
+    imports.  A run on CPU calls one of them, the router's for expert biases, of which there are none.
     """
     if torch.cuda.is_available():
         importlib.import_module("megatron.core")
@@ -96,7 +96,7 @@ class TorchOnCpu(ModuleType):
 
 
 class CudaOnCpu(ModuleType):
-    """torch.cuda without a GPU: one device, which is the CPU, one stream, which is the order of the program."""
+    """torch.cuda without a GPU: one device, the CPU, and one stream, the order of the program."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")

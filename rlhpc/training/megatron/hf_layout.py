@@ -3,8 +3,8 @@
 Input: a model's configuration and a ParallelLayout.  Output: one ParameterMap for each parameter of the whole
 model.  Pure: every rank computes the same for all ranks.  Families: qwen2, qwen3, qwen3_moe, llama.
 
-A parameter is cut into shards, one for each tensor rank; what is replicated, and every matrix of an expert, is one
-shard.  A shard is a pile of slabs, runs of rows (or columns) of HF tensors:
+A parameter is cut into shards, one for each tensor rank; replicated parameters and matrices of experts are one shard.
+A shard is a pile of slabs, runs of rows (or columns) of HF tensors:
 
     REPLICATED   the tensor
     VOCABULARY   rows; the last shards are filled up with rows of zeros
@@ -42,12 +42,12 @@ def critic_of(model: Any) -> Any:
 
 
 def has_value_head(model: Any) -> bool:
-    """Whether critic_of made this configuration."""
+    """True for a configuration made by critic_of."""
     return bool(getattr(model, "has_value_head", False))
 
 
 class Kind(Enum):
-    """How a parameter is cut and joined; see the top of the file."""
+    """Ways to cut and join a parameter; see the top of the file."""
 
     REPLICATED = auto()
     VOCABULARY = auto()
@@ -67,7 +67,7 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True)
 class ParameterMap:
-    """One parameter of the whole model."""
+    """A parameter of the whole model, and its shards."""
 
     name: str  # Megatron's, with layers and experts counted over the whole model
     kind: Kind
@@ -88,7 +88,7 @@ class ParameterMap:
         return torch.Size(self.shard_shape).numel()
 
     def shard_of(self, tensor_rank: int) -> int:
-        """Which shard that tensor rank holds, if it holds one of this parameter."""
+        """Index of that tensor rank's shard, if it holds this parameter."""
         return tensor_rank if self.num_shards > 1 else 0
 
 
@@ -123,14 +123,14 @@ def specs_of(parameter: ParameterMap, dtype: str) -> tuple[TensorSpec, ...]:
 
 
 def to_local(parameter: ParameterMap, read: Read, shard: int, dtype: torch.dtype) -> Tensor:
-    """Return one shard, on the CPU, reading only what it holds."""
+    """Return one shard, on the CPU, reading only its parts."""
     local = torch.empty(parameter.shard_shape, dtype=dtype)
     fill_local(parameter, read, shard, local)
     return local
 
 
 def fill_local(parameter: ParameterMap, read: Read, shard: int, out: Tensor) -> None:
-    """Write one shard to `out`, of shard_shape, slab by slab; what is padding becomes zero."""
+    """Write one shard to `out`, of shard_shape, slab by slab; padding becomes zero."""
     cut = _cut_dim(parameter.kind)
     filled = 0
     for slab in _slabs(parameter, shard):

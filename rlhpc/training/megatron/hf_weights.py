@@ -1,4 +1,4 @@
-"""HF weights into the parameters of a Megatron model, and out of them again.
+"""Load HF weights into the parameters of a Megatron model, and export them.
 
 Input: model chunks from build_chunks and a TensorSource.  Output: this rank's parameters, filled; and the
 ShardedTensorSpecs by which gather_stream gathers weights and optimiser state under their HF names.
@@ -84,7 +84,7 @@ def modules_of_rank(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -
 
 
 def _renamed(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -> Iterator[tuple[Any, Callable[[str], str]]]:
-    """Each chunk, and what gives a name in it layers and experts counted over the whole model."""
+    """Each chunk, with a function that renumbers layers and experts in its names over the whole model."""
     experts_here = num_experts(model.to_dict()) // layout.expert
     first_expert = _expert_rank(layout) * experts_here
     experts = range(first_expert, first_expert + experts_here)
@@ -124,7 +124,7 @@ def local_shard(
 
 
 def sharded_weights(maps: Sequence[ParameterMap], dtype: torch.dtype) -> tuple[ShardedTensorSpec, ...]:
-    """Return where the weights lie, in the order of export: on the ranks of the first replica.  Pure."""
+    """Return the places of the weights, in the order of export: on the ranks of the first replica.  Pure."""
     return tuple(
         ShardedTensorSpec(
             specs=specs_of(place, _word(dtype)),
@@ -138,7 +138,7 @@ def sharded_weights(maps: Sequence[ParameterMap], dtype: torch.dtype) -> tuple[S
 def own_shards(
     parameters: Mapping[str, nn.Parameter], maps: Sequence[ParameterMap]
 ) -> Callable[[int], Sequence[Tensor]]:
-    """Return what gather_stream asks for items of sharded_weights: live views of this rank's parameters.
+    """Return gather_stream's `own` for items of sharded_weights: live views of this rank's parameters.
 
     parameters: of parameters_of_rank.
     """
@@ -147,7 +147,7 @@ def own_shards(
 
 
 def sharded_float32_state(maps: Sequence[ParameterMap], ranges: Iterable[OwnedRange]) -> tuple[ShardedTensorSpec, ...]:
-    """Return where float32 state lies, in the order of exported(maps).  Pure.
+    """Return the places of float32 state, in the order of exported(maps).  Pure.
 
     ranges: of all ranks, in any order, the same on every rank; between them they cover every shard.  Of replicas the
     lowest ranks are used.  No rank has more than one piece of an item.
@@ -218,7 +218,7 @@ def _require(place: ParameterMap, source: TensorSource) -> None:
 
 
 def _refuse_unmarked(place: ParameterMap, parameter: nn.Parameter) -> None:
-    """Megatron's gradient norm counts what is not marked as cut on the first tensor rank only, silently."""
+    """Check marks: Megatron's gradient norm counts unmarked sharded parameters on the first tensor rank only."""
     is_marked = getattr(parameter, "tensor_model_parallel", False)
     assert is_marked == (place.kind is not Kind.REPLICATED), f"{place.name} is marked wrongly for the gradient norm"
     assert parameter.shape == place.shard_shape, (place.name, parameter.shape, place.shard_shape)
@@ -245,9 +245,9 @@ class RankModel:
     layout: ParallelLayout
     dtype: torch.dtype
     device: torch.device
-    items: tuple[ShardedTensorSpec, ...]  # what a version consists of
+    items: tuple[ShardedTensorSpec, ...]  # of a version
     own: Callable[[int], Sequence[Tensor]]  # see gather_stream
-    adapters: RankAdapters | None = None  # what is trained, if not the whole model
+    adapters: RankAdapters | None = None  # the trained part, if not the whole model
 
     @classmethod
     def load(
@@ -289,7 +289,7 @@ class RankModel:
         return [p.detach() for p in dict.fromkeys(p for chunk in self.chunks for p in chunk.parameters())]
 
     def forget_last_tokens(self) -> None:
-        """Take the last micro-batch's tensors from the dispatchers of mixture layers, when the model is given up.
+        """Drop the last micro-batch's tensors from the dispatchers of mixture layers, when the model is released.
 
         Each keeps routing probabilities, and through their graph, where no garbage collector looks, every module,
         every buffer and the threads of every process group.
@@ -312,12 +312,12 @@ class RankModel:
 
     @property
     def places(self) -> tuple[ParameterMap, ...]:
-        """All that is trained: parameters of the whole model, copies of a tied head included, or its adapters."""
+        """All trained parameters: of the whole model, copies of a tied head included, or its adapters."""
         return parameter_maps(self.config, self.layout) if self.adapters is None else self.adapters.maps
 
 
 class ModelSource(TensorSource):
-    """An HF checkpoint, and a head of zeros for a critic, which it does not have."""
+    """An HF checkpoint, with a head of zeros for a critic."""
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """See TensorSource."""
@@ -332,10 +332,10 @@ class ModelSource(TensorSource):
 
 
 class RankState:
-    """Float32 main weights and moments: which numbers are this rank's to send, and how it reads its own."""
+    """Float32 main weights and moments: the parts that this rank sends, and loading of its own."""
 
     def __init__(self, model: RankModel, shards: Sequence[OptimizerShard], exchange: Exchange) -> None:
-        """Exchange what every rank keeps.  A collective."""
+        """Exchange the ranges that every rank keeps.  A collective."""
         parameters = parameters_of_rank(model.chunks, model.config, model.layout)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._layout = model.layout
@@ -357,7 +357,7 @@ class RankState:
     def read(self, kind: str, source: TensorSource) -> None:
         """Fill this rank's state of one kind, parameter by parameter; MegatronAdamW.publish is the caller's.
 
-        Raises the source's error; then some of it is filled.
+        Raises the source's error; the state is then partly filled.
         """
         for name, shard in self._shards.items():
             whole = local_shard(self._places[name], source, self._layout)

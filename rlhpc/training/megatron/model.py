@@ -1,6 +1,6 @@
 """The policy as a Megatron model whose last pipeline stage makes log-probabilities, never logits.
 
-Input: LocalRows.  Output: [L] log-probabilities of the next tokens, or the hidden states that the next stage wants.
+Input: LocalRows.  Output: [L] log-probabilities of the next tokens, or hidden states for the next stage.
 Legend: L tokens of this context rank, W of them wanted, H hidden size.
 
 Layers are Megatron's own with its own linear layers, which need no TransformerEngine; the names of parameters are the
@@ -77,7 +77,7 @@ class _Wanted:
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
-    """One chunk of layers, with the embedding before the first and the head after the last."""
+    """A chunk of layers, with the embedding before the first and the head after the last."""
 
     def __init__(self, model: ModelConfig, config: TransformerConfig, device: torch.device, **options: Any) -> None:
         """options: those of GPTModel that depend on the stage."""
@@ -123,9 +123,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         return (decoder_input, rotation, *others)
 
     def _without_gradient(self, embedded: Tensor, is_padding: Tensor) -> Tensor:
-        """The padding token gets no gradient, as in transformers (padding_idx).
+        """Cut the gradient of the padding token, as transformers does (padding_idx).
 
-        Its row is often all zeros, where the gradient of the first norm is a thousand times as large as elsewhere.
+        Its row is often all zeros, for which the gradient of the first norm is a thousand times as large as for others.
         """
         if self.config.sequence_parallel:
             group = self.pg_collection.tp
@@ -190,10 +190,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
 
 
 def _plain_leaf(embedded: Tensor) -> Tensor:
-    """What a frozen embedding gives, as layers with adapters want it.
+    """Output of a frozen embedding as input of layers with adapters: contiguous, and requiring a gradient.
 
-    With the strides of a transposed tensor torch would multiply it token by token.  It wants a gradient, which nobody
-    reads: layers that are computed anew in backward have one only if their input has.
+    With the strides of a transposed tensor torch would multiply it token by token.  The gradient is not read, but
+    layers that are recomputed in backward have one only if their input has.
     """
     return embedded.clone(memory_format=torch.contiguous_format).requires_grad_(torch.is_grad_enabled())
 
@@ -282,6 +282,6 @@ def _layer(config: TransformerConfig, trainer: TrainerConfig) -> ModuleSpec:
 
 
 def _name_what_is_missing() -> None:
-    """megatron-core 0.16.1 asks for a name in its router that it defines only where TransformerEngine is installed."""
+    """Define a name that megatron-core 0.16.1's router reads, but defines only if TransformerEngine is installed."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

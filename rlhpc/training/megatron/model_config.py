@@ -1,4 +1,4 @@
-"""Megatron's description of a model and of how it is trained, from the model's config.json and the run file.
+"""Megatron's configuration of a model and its training, from the model's config.json and the run file.
 
 Input: a model's configuration and the [trainer] table.  Output: a TransformerConfig.  Families: qwen2, qwen3,
 qwen3_moe, llama (3 and older).  Guarantees: a model that Megatron would compute differently from transformers is
@@ -34,7 +34,7 @@ from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, 
 # Guarantees: parameters, their names and their order are those of SequentialMLP, and so is everything that is made of
 # them (checkpoints, optimiser, HF names); every parameter gets a gradient, zeros where its expert saw no token.
 # Nothing here waits for the device (Megatron's dispatcher does before it, once a layer).  Matrices of all experts are
-# laid side by side for as long as a product takes, and not kept for backward. Legend: T tokens of all experts of this
+# laid side by side for the duration of a product, and not kept for backward.  Legend: T tokens of all experts of this
 # rank, E experts, K inputs and N outputs of a matrix.
 #
 # Megatron's own grouped layers need the package grouped_gemm or TransformerEngine; this one needs torch alone.
@@ -50,7 +50,7 @@ LAYERS = ("linear_fc1", "linear_fc2")  # of an expert
 
 
 def has_grouped_kernel(capability: tuple[int, int] | None, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
-    """True where torch multiplies groups of rows in one kernel.
+    """True if torch multiplies groups of rows in one kernel.
 
     capability: of the GPU, None without one; sizes: inputs and outputs of the experts' matrices.
     """
@@ -91,7 +91,7 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """torch's own derivative would keep the matrices laid side by side, once more, until backward."""
+    """Grouped product; torch's own derivative would keep another copy of the matrices side by side until backward."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
@@ -118,21 +118,21 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _plain_rows(matrix: Tensor) -> Tensor:
-    """The kernel checks strides: it takes neither an expanded gradient nor the odd strides of a single row."""
+    """Make rows contiguous: the kernel accepts neither an expanded gradient nor the odd strides of a single row."""
     is_plain = matrix.stride() == (matrix.shape[1], 1)
     return matrix if is_plain else matrix.clone(memory_format=torch.contiguous_format)
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
 #
-# Megatron's norm, self-attention and activation function, with what lies between matrix products computed at once.
+# Megatron's norm, self-attention and activation function, with the operations between matrix products fused.
 #
 # Input and output: Megatron's activations [L, 1, ...].  Guarantees: parameters, their names and their order are those
 # of Megatron's own layers.  What is computed is in layer_functions.py: kernels on a GPU, torch's operations elsewhere.
 
 
 class RMSNorm(nn.Module):
-    """Rounded as transformers rounds it; every tensor rank has the whole weight."""
+    """RMSNorm that rounds like transformers; every tensor rank has the whole weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         """Signature given by Megatron."""
@@ -179,7 +179,7 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
 
     @property
     def _is_computed_anew(self) -> bool:
-        """Whether backward computes the attention once more: recompute_activations = "selective"."""
+        """True if backward recomputes the attention: recompute_activations = "selective"."""
         return bool(self.checkpoint_core_attention and self.training)
 
 
@@ -226,7 +226,7 @@ _EXPERTS = {
     "norm_topk_prob": bool,
     "mlp_only_layers": list,
 }
-# What the layers of each family look at, besides keys whose absence means no: biases, pad_token_id, layer_types.
+# Keys that the layers of each family read, besides keys whose absence means no: biases, pad_token_id, layer_types.
 _KEYS: Mapping[str, Mapping[str, type]] = {
     "llama": _EVERY_MODEL,
     "qwen2": {**_EVERY_MODEL, "use_sliding_window": bool},
@@ -236,7 +236,7 @@ _KEYS: Mapping[str, Mapping[str, type]] = {
 
 
 class ModelFile(SimpleNamespace):
-    """What config.json says, under the names that transformers gives it."""
+    """Content of config.json, with transformers' names."""
 
     pad_token_id: int | None = None
 
@@ -250,7 +250,7 @@ def read_model(path: Path) -> ModelConfig:
     try:
         document = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError):
-        document = None  # transformers says what is wrong with it
+        document = None  # transformers reports the fault
     rotation = _plain_rotation(document) if _says_everything(document) else None
     if rotation is not None:
         return ModelFile(**{**document, "rope_parameters": rotation})
@@ -271,7 +271,7 @@ def _says_everything(document: Any) -> bool:
 
 
 def _plain_rotation(document: Mapping[str, Any]) -> dict[str, Any] | None:
-    """rope_parameters of an unscaled rotation, as transformers 5 writes it or as 4 did; None: it is another."""
+    """rope_parameters of an unscaled rotation, in the form of transformers 4 or 5; None for any other rotation."""
     if document.get("rope_scaling") or "partial_rotary_factor" in document:
         return None
     parameters = document.get("rope_parameters")
@@ -316,7 +316,7 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dtype: torch.
         # Rows differ in length.  Megatron allows that with this dispatcher only, and checks it for dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # gloo may still be sending what this would free.
+        # gloo may still be sending tensors that this would free.
         deallocate_pipeline_outputs=has_cuda,
         use_te_activation_func=True,  # whatever module a layer's MLPSubmodules name: layers.GatedSilu
         # Megatron's fused kernels need TransformerEngine, Apex or a compiler.
@@ -379,8 +379,8 @@ def _experts(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def _layout(layout: ParallelLayout) -> dict[str, Any]:
     is_interleaved = layout.chunks > 1
-    # Of two interleaved stages each is before and behind the other, and messages of both directions would be confused
-    # in one batch.  With more, single messages hang on NCCL (NVIDIA/Megatron-LM#5240): it connects pair by pair.
+    # Of two interleaved stages each is before and behind the other: messages of both directions mix.  With
+    # more, single messages hang on NCCL (NVIDIA/Megatron-LM#5240): it connects pair by pair.
     is_sent_alone = is_interleaved and layout.pipeline == 2
     return {
         "tensor_model_parallel_size": layout.tensor,

@@ -27,14 +27,14 @@ from rlhpc.training.trainer_state import STATE_KINDS
 
 # ------------------------------------------------------------------------------------------------------ optimizer state
 #
-# Where Megatron's optimisers keep float32 main weights, moments and step counters of each parameter.
+# Access to float32 main weights, moments and step counters of each parameter in Megatron's optimisers.
 #
 # Input: a Megatron optimiser.  Output: an OptimizerShard for each parameter of which this rank keeps a part. A rank of
 # a distributed optimiser keeps a flat range of some of its parameters; without one it keeps all of all of them. Names
 # of Megatron's own that are not public are read here and nowhere else (megatron-core 0.16.1).
 #
-# Our own checkpoint format over these shards avoids Megatron's state_dict and what is wrong with it outside Transformer
-# Engine: state_dict() before the first step, the missing "step", loads outside no_grad.  What remains: if parameters
+# Our own checkpoint format over these shards avoids Megatron's state_dict and its faults without Transformer Engine:
+# state_dict() before the first step, the missing "step", loads outside no_grad.  What remains: if parameters
 # share a `step` tensor, torch's AdamW increments it once for each of them, so every shard has its own.
 
 
@@ -68,7 +68,7 @@ class OptimizerShard:
             self.group["step"] = value  # Transformer Engine counts once per group
 
     def publish_to_device(self) -> None:
-        """Copy what was written to tensor("weights") to where the model reads it, if that is elsewhere."""
+        """Copy tensor("weights"), after it was written to, to where the model reads it, if that is elsewhere."""
         if self.stepped is not self.main:
             self.main.detach().copy_(self.stepped)
 
@@ -127,7 +127,7 @@ def _zip_groups(models: Any, mains: Any) -> Iterator[tuple[nn.Parameter, Tensor]
 
 
 def _places_in_groups(inner: Any) -> dict[int, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """id of a main weight → (what is stepped for it, its state, its group)."""
+    """id of a main weight → (its stepped tensor, its state, its group)."""
     if isinstance(inner, HybridDeviceOptimizer):
         # It copies each group's settings to the inner optimiser before every step.
         stepped = inner.param_to_inner_param
@@ -196,7 +196,7 @@ class MegatronAdamW:
         self._optimizer = _build(self._chunks, settings)
         if settings.is_offloaded:
             gc.collect()  # Megatron pins the host's copy twice, and the first is garbage in a reference cycle
-        # What this rank keeps of the optimiser's state; write to it only before setting num_steps_applied.
+        # This rank's part of the optimiser's state; write to it only before setting num_steps_applied.
         self.shards: Sequence[OptimizerShard] = shards_of(self._optimizer)
         self._num_steps_applied = 0
         for inner in torch_optimizers(self._optimizer):
