@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhpc.training.layer_functions import has_grouped_kernel
 from rlhpc.training.megatron.backend import close_groups
-from rlhpc.training.megatron.model_config import has_grouped_kernel
 from tests.unit.training.megatron.policy_ranks import draw_tokens, expert_pair
 
 EXPERTS_PER_TOKEN = 8

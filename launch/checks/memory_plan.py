@@ -14,7 +14,8 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
     With a critic all of this but the reference twice; it is taken to be of the policy's size.
     adapters    of [lora], φ numbers: b·Ψ frozen (divided by N in ZeRO stage 3), and for φ what stands above for Ψ in
-                float32, of DeepSpeed in model.dtype; Megatron's are not divided.  The reference is the frozen model.
+                float32, of DeepSpeed in model.dtype; Megatron's are not divided, but those of experts, as experts
+                are.  The reference is the frozen model.
                 With lora.quantization 0.516 bytes in place of b for attention and MLP, and one matrix unpacked.
 Activations and the head: memory_plan.py.
 Host memory while a model is loaded: DeepSpeed has all Ψ on every rank in float32 and then in model.dtype too, before
@@ -23,13 +24,24 @@ anything is cut; the reference has them in float32.  Megatron reads slices.  Wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import TrainerConfig
-from rlhpc.models.adapter import OUTPUT, adapter_specs, chosen_layers, is_quantised, matrices_of, sends_adapters
+from rlhpc.config.tables_algorithm import LoraConfig
+from rlhpc.models.adapter import (
+    OUTPUT,
+    adapter_specs,
+    chosen_layers,
+    is_quantised,
+    matrices_of,
+    projection_of,
+    room_for,
+    sends_adapters,
+)
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ModelShape, ParallelLayout, RankParameters, layers_of_stage
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.weights.buckets import plan_buckets
@@ -278,7 +290,7 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
     held = shape.on_rank(layout, stage)
     state = _STATES[config.trainer.backend](config, layout, held)
     if config.lora.rank:
-        state = _beside_adapters(config, shape, layout, held)
+        state = _beside_adapters(config, shape, layout, stage)
     b = ELEMENT_BYTES[config.model.dtype]
     num_models = 2 if config.has_critic else 1
     reference = _reference_bytes(config, layout, held)
@@ -312,19 +324,33 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
 def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
     """Bytes of every bucket that new weights travel in."""
     if sends_adapters(config):
-        specs = _specs_of_adapters(config, shape)
-        sizes, ends = [4 * prod(spec.shape) for spec in specs], plan_buckets(specs, config.weights.bucket_bytes)
-        return tuple(sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
+        return _adapter_bucket_sizes(shape, tuple(config.lora.targets), config.lora.rank, config.weights.bucket_bytes)
     return _bucket_sizes(shape, config.model.dtype, config.weights.bucket_bytes)
 
 
 def num_adapter_parameters(config: Config, shape: ModelShape) -> int:
     """Numbers of all A and B.  Raises ConfigError for targets that are no layers of the model."""
-    return sum(prod(spec.shape) for spec in _specs_of_adapters(config, shape))
+    return sum(_adapter_numbers(config, shape))
 
 
-def _specs_of_adapters(config: Config, shape: ModelShape) -> tuple[TensorSpec, ...]:
-    return adapter_specs(chosen_layers(config.lora, matrices_of(shape.tensors)), config.lora.rank)
+@cache  # as below
+def _adapter_bucket_sizes(shape: ModelShape, targets: tuple[str, ...], rank: int, bucket_bytes: int) -> tuple[int, ...]:
+    specs = adapter_specs(_adapted(shape, targets), rank)
+    sizes, ends = [4 * prod(spec.shape) for spec in specs], plan_buckets(specs, bucket_bytes)
+    return tuple(sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
+
+
+def _adapter_numbers(config: Config, shape: ModelShape) -> tuple[int, int]:
+    """Numbers of A and B beside all layers but experts, and beside experts."""
+    layers, numbers = _adapted(shape, tuple(config.lora.targets)), [0, 0]
+    for name, sizes in layers.items():
+        numbers[bool(projection_of(name))] += config.lora.rank * sum(sizes)
+    return numbers[0], numbers[1]
+
+
+@cache
+def _adapted(shape: ModelShape, targets: tuple[str, ...]) -> Mapping[str, tuple[int, int]]:
+    return chosen_layers(LoraConfig(rank=1, targets=targets), matrices_of(shape.tensors))
 
 
 @cache  # a mixture has 20,000 tensors, and advice tries dozens of settings that leave the buckets as they are
@@ -419,10 +445,14 @@ def _reference(config: Config, layout: ParallelLayout, held: RankParameters) -> 
     )
 
 
-def _beside_adapters(config: Config, shape: ModelShape, layout: ParallelLayout, held: RankParameters) -> _ModelState:
-    """The frozen model once, and the state of its adapters, whole on every rank of Megatron and the reference."""
-    trainer, b = config.trainer, ELEMENT_BYTES[config.model.dtype]
-    adapters = RankParameters(num_adapter_parameters(config, shape), 0)
+def _beside_adapters(config: Config, shape: ModelShape, layout: ParallelLayout, stage: int) -> _ModelState:
+    """The frozen model once, and the state of its adapters, whole on every rank of Megatron and the reference.
+
+    But for experts': a rank of Megatron has those of its experts, and a distributed optimiser divides their state.
+    """
+    trainer, b, held = config.trainer, ELEMENT_BYTES[config.model.dtype], shape.on_rank(layout, stage)
+    shared, of_experts = _adapter_numbers(config, shape)
+    adapters = RankParameters(shared, of_experts)
     is_cut = trainer.backend == "deepspeed" and trainer.zero_stage == 3
     frozen = b * (-(-held.total // layout.data) if is_cut else held.total)
     unpacked = 0
@@ -433,7 +463,14 @@ def _beside_adapters(config: Config, shape: ModelShape, layout: ParallelLayout, 
         state = _deepspeed(config, layout, adapters)
         buckets = b * min(held.total, _ZERO_LIVE) if is_cut else 0
     else:
-        state, buckets = _ModelState(0, 4 * adapters.total, 12 * adapters.total, adapters.total), 0
+        here, owned = of_experts, of_experts
+        if trainer.backend == "megatron" and of_experts:
+            mixtures = len(shape.expert_layers.intersection(layers_of_stage(layout, shape.num_layers, stage)))
+            here = of_experts * mixtures // len(shape.expert_layers) // layout.expert
+            replicas = max(1, layout.tensor * layout.data * layout.context // layout.expert)
+            owned = -(-here // replicas) if trainer.distributed_optimizer else here
+        state = _ModelState(0, 4 * (shared + here), 12 * shared + 4 * here + 8 * owned, shared + owned)
+        buckets = 0
     is_far = is_cut and trainer.parameter_offload
     is_loaded_whole = trainer.backend != "megatron" and (trainer.backend, trainer.device) != ("reference", "cpu")
     return replace(
@@ -455,7 +492,7 @@ _STATES = {"megatron": _megatron, "deepspeed": _deepspeed, "reference": _referen
 # Input: a Config and a ModelShape.  Output: EngineMemory.  Pure, without torch.  Legend: Ψ parameters of the model, t
 # engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, larger where a single tensor is larger.
 #
-#   weights    b·Ψ / t
+#   weights    b·Ψ / t; with adapters b·φ more, of the rank that vLLM has room for
 #   KV cache   given by generation.kv_cache_bytes; otherwise at least one sequence of the maximum length,
 #              2·b·L·K·D·tokens / t
 #   staging    shadow: two buckets (the version itself is in host memory).  paused: three buckets, one being filled, one
@@ -497,11 +534,19 @@ def plan_engine(config: Config, shape: ModelShape) -> EngineMemory:
     generation, b = config.generation, ELEMENT_BYTES[config.model.dtype]
     tokens = generation.max_tokens
     return EngineMemory(
-        weights=b * shape.num_parameters // generation.tensor_parallel,
+        weights=b * shape.num_parameters // generation.tensor_parallel + _slot_bytes(config, shape),
         kv_cache=generation.kv_cache_bytes or _cache_bytes(config, shape, tokens),
         staging=staging_bytes(config, shape),
         allowance=ENGINE_ALLOWANCE,
     )
+
+
+def _slot_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of the adapters in an engine, as if every rank had all of them."""
+    if not sends_adapters(config):
+        return 0
+    per_column = num_adapter_parameters(config, shape) // config.lora.rank
+    return ELEMENT_BYTES[config.model.dtype] * per_column * room_for(config.lora.rank)
 
 
 def least_cache_bytes(config: Config, shape: ModelShape) -> int:

@@ -448,8 +448,8 @@ class LoraConfig(Section):
     rslora: Annotated[bool, ADAPTED] = False
     """The scale is alpha / √rank instead (Kalajdzievski 2023, arXiv:2312.03732)."""
     targets: Annotated[tuple[str, ...], Field(strict=False, min_length=1), ADAPTED] = ("attention", "mlp")
-    """Layers that get an adapter: all of "attention" or "mlp", the head as "output", or names of modules as PEFT has
-    them, ["q_proj", "v_proj"]. Experts of a mixture have none."""
+    """Layers that get an adapter: all of "attention" or "mlp", each expert of a mixture ("experts"), the head as
+    "output", or names of modules as PEFT has them, ["q_proj", "v_proj"]."""
     quantization: Annotated[Literal["off", "nf4"], ADAPTED] = "off"
     """How the frozen matrices of attention and MLP are kept in the trainer: "off" in model.dtype, or "nf4" in 4 bits
     (Dettmers et al. 2023, arXiv:2305.14314) by bitsandbytes, of the extra "nf4"; embedding, head and experts stay as

@@ -4,6 +4,7 @@ Input: manifests and tensors of versions in adapter form (protocol/types.py, Ada
 request is sampled with W + scale · B A.  vLLM keeps adapters in slots, one row of a stack of buffers in each adapted
 layer, and would read a new one from files, under a new number that no running request has.  Here a version overwrites
 the slot instead, between two decoding steps: requests go on, and tensors captured by CUDA graphs stay in place.
+A layer's experts are one layer of vLLM, with three modules each (gate, down, up); its kernels for them need a GPU.
 
 In this file: the slot; products with its adapter; a base in four bits.
 
@@ -17,11 +18,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.layers import FusedMoEWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -34,6 +36,7 @@ from rlhpc.protocol.types import WeightManifest
 from rlhpc.weights.four_bits import in_four_bits, unpacked
 
 POLICY = 1  # vLLM's number of the adapter that all requests are sampled with
+NUM_MATRICES, DOWN = 3, 1  # of an expert, in vLLM's order: gate, down, up
 WARM_UP_RANK = 1  # of the zeros that it is registered with; vLLM keeps them in host memory
 TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 
@@ -81,7 +84,8 @@ class AdapterSlot:
             raise GroupFailed(f"vLLM keeps no adapter of {', '.join(unserved)}; legal: weights.form='merged'")
         products = PlainProducts(self._index)
         for layer in self._layers.values():
-            if current_platform.is_cpu() or isinstance(layer, LogitsProcessorWithLoRA):
+            is_plain = current_platform.is_cpu() and not isinstance(layer, FusedMoEWithLoRA)
+            if is_plain or isinstance(layer, LogitsProcessorWithLoRA):
                 layer.set_mapping(products)
 
     def __str__(self) -> str:
@@ -122,15 +126,18 @@ class AdapterSlot:
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the slot, padding included."""
         for layer in self._layers.values():
-            for stack in (*_stacks(layer.lora_a_stacked), *_stacks(layer.lora_b_stacked)):
-                yield stack[self._index]
+            for pair in _buffers(layer):
+                yield pair.a[self._index]
+                yield pair.b[self._index]
 
     def _write(self, layer: Any, parts: Sequence[_Pair | None], scale: float) -> None:
         """Zero the layer's part of the slot, then fill it with this rank's shares, as vLLM would."""
-        to = _stacks(layer.lora_a_stacked)[0].device
+        to = _buffers(layer)[0].a.device
         a = [None if pair is None else pair.a.to(to, non_blocking=True) for pair in parts]
         # In float32: the slot's dtype may have eight bits.
         b = [None if pair is None else pair.b.to(to, torch.float32, non_blocking=True) * scale for pair in parts]
+        if isinstance(layer, FusedMoEWithLoRA):
+            a, b = _of_all_experts(a), _of_all_experts(b)
         if len(parts) == 1:
             layer.set_lora(self._index, a[0], b[0])
         else:
@@ -146,11 +153,11 @@ class AdapterSlot:
 
     def _refuse_shapes(self, version: str, name: str, parts: Sequence[_Pair | None]) -> None:
         layer, names = self._layers[name], {place: module for module, place in self._places.items()}
-        stacks = zip(_stacks(layer.lora_a_stacked), _stacks(layer.lora_b_stacked), strict=True)
-        for part, (given, own, (a, b)) in enumerate(zip(parts, _shares(layer, parts), stacks, strict=True)):
+        buffers = cycle(_buffers(layer))  # of one expert as of the other
+        for part, (given, own, room) in enumerate(zip(parts, _shares(layer, parts), buffers, strict=False)):
             if given is None or own is None:
                 continue
-            wanted = [self._rank, a.shape[-1]], [b.shape[-2], self._rank]
+            wanted = [self._rank, room.a.shape[-1]], [room.b.shape[-2], self._rank]
             if (list(own.a.shape), list(own.b.shape)) != wanted:
                 raise GroupFailed(
                     f"{version}: A and B of {names[_SlotPart(name, part, len(parts))]} are {list(given.a.shape)} and "
@@ -219,6 +226,8 @@ def _shares(layer: Any, parts: Sequence[_Pair | None]) -> list[_Pair | None]:
     """This rank's share of the adapters of a layer's modules, as vLLM slices them."""
     if getattr(layer, "tp_size", 1) == 1:
         return list(parts)
+    if isinstance(layer, FusedMoEWithLoRA):
+        return [pair and _share_of_expert(layer, pair, place % NUM_MATRICES) for place, pair in enumerate(parts)]
     a, b = [pair and pair.a for pair in parts], [pair and pair.b for pair in parts]
     if len(parts) == 1:
         own = layer.slice_lora_a(a[0]), layer.slice_lora_b(b[0])
@@ -227,9 +236,28 @@ def _shares(layer: Any, parts: Sequence[_Pair | None]) -> list[_Pair | None]:
     return [None if a is None else _Pair(a, b) for a, b in pairs]
 
 
-def _stacks(stacked: Any) -> tuple[Tensor, ...]:
-    """The buffers [slots, 1, …] of a layer's modules; the head has one by itself."""
-    return (stacked,) if isinstance(stacked, Tensor) else tuple(stacked)
+def _share_of_expert(layer: Any, pair: _Pair, place: int) -> _Pair:
+    if place == DOWN:
+        return _Pair(layer._slice_w2_a(pair.a[None])[0], layer._slice_w2_b(pair.b[None])[0])
+    return _Pair(layer._slice_w13_a(pair.a[None])[0], layer._slice_w13_b(pair.b[None])[0])
+
+
+def _of_all_experts(tensors: list[Any]) -> list[Any]:
+    """A, or B, of each matrix, [experts, …]; empty for a matrix without adapters."""
+    (to,) = {each.device for each in tensors if each is not None}
+    nothing = torch.zeros(len(tensors) // NUM_MATRICES, 0, 0, device=to)
+    by_matrix = [tensors[place::NUM_MATRICES] for place in range(NUM_MATRICES)]
+    return [nothing if each[0] is None else torch.stack(each) for each in by_matrix]
+
+
+def _buffers(layer: Any) -> list[_Pair]:
+    """Buffers of a layer's modules, [slots, 1 or experts, …]; the head has one pair by itself, experts have three."""
+    if isinstance(layer, FusedMoEWithLoRA):
+        inner = list(map(_Pair, layer.w13_lora_a_stacked, layer.w13_lora_b_stacked))
+        return [inner[0], _Pair(layer.w2_lora_a_stacked[0], layer.w2_lora_b_stacked[0]), inner[-1]]
+    if isinstance(layer.lora_a_stacked, Tensor):
+        return [_Pair(layer.lora_a_stacked, layer.lora_b_stacked)]
+    return list(map(_Pair, layer.lora_a_stacked, layer.lora_b_stacked))
 
 
 # ---------------------------------------------------------------------------------------------------- base in four bits

@@ -24,7 +24,7 @@ from rlhpc.base.processes import end_with_parent
 from rlhpc.config.rules import Config
 from rlhpc.generation.vllm_core import CoreProcesses, CoreThread, RunningCore
 from rlhpc.metrics.meters import SampleWindow
-from rlhpc.models.adapter import ENGINE_RANKS
+from rlhpc.models.adapter import projection_of, room_for
 from rlhpc.protocol.errors import EngineError
 
 # ------------------------------------------------------------------------------------------------------- engine profile
@@ -111,7 +111,7 @@ def engine_profile(
     if is_cpu and has_one_worker:
         environment |= ONE_WORKER_ON_CPU
     engine_args = _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config))
-    if names := sorted({name.rpartition(".")[2] for name in adapted}):
+    if names := sorted({(projection_of(name).rpartition(".")[0] or name).rpartition(".")[2] for name in adapted}):
         engine_args |= _adapter_args(config, names)
         if config.lora.quantization != "off":
             engine_args["load_format"] = FOUR_BITS
@@ -165,8 +165,8 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
 
 
 def _adapter_args(config: Config, names: list[str]) -> dict[str, Any]:
-    """Engine arguments for adapters; names: last parts of the adapted modules' names, so that no other layer pays."""
-    rank = min(each for each in ENGINE_RANKS if each >= config.lora.rank)
+    """Engine arguments for adapters; names: last parts of adapted layers' names in vLLM; no other layer pays."""
+    rank = room_for(config.lora.rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": names}
 
 

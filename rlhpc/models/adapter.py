@@ -25,33 +25,45 @@ from rlhpc.protocol.types import TensorSpec
 
 # --------------------------------------------------------------------------------------------------------------- layers
 
-ATTENTION, MLP, OUTPUT = "attention", "mlp", "output"
-ROLES = (ATTENTION, MLP, OUTPUT)
+ATTENTION, MLP, EXPERTS, OUTPUT = "attention", "mlp", "experts", "output"
+ROLES = (ATTENTION, MLP, EXPERTS, OUTPUT)
 HEAD_MODULE = HEAD.removesuffix(".weight")
 A, B = ".lora_A.weight", ".lora_B.weight"  # behind the name of the module
 Matrices = Mapping[str, tuple[int, int]]  # name of the module → (out, in)
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names: they choose experts
-_EXPERTS = ".experts."
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<projection>(gate|up|down)_proj)")  # a matrix of one
 _NUMBER = re.compile(r"\blayers\.(\d+)\.")  # only the head has none
 
 
 def chosen_layers(settings: LoraConfig, matrices: Matrices) -> dict[str, tuple[int, int]]:
     """The layers that lora.targets names, in the model's order.
 
-    Raises ConfigError naming lora.targets for a target that is no layer of the model.
+    Raises ConfigError naming lora.targets for a target that is no layer of the model, or one expert among others.
     """
     able = {name: shape for name, shape in matrices.items() if _role(name)}
     for target in settings.targets:
         if not any(_is_meant(name, target) for name in able):
             legal = [*(role for role in ROLES if any(_role(name) == role for name in able)), *_last_parts(able)]
-            is_of_experts = any(_EXPERTS in f"{name}." and _is_part(name, target) for name in matrices)
-            why = " (experts of a mixture have no adapters)" if is_of_experts else near_hint(target, legal)
             raise ConfigError(
-                f"lora.targets={list(settings.targets)}: no layer of the model is {target!r}{why}; "
-                f"legal: {', '.join(legal)}"
+                f"lora.targets={list(settings.targets)}: no layer of the model is {target!r}"
+                f"{near_hint(target, legal)}; legal: {', '.join(legal)}"
             )
-    return {name: shape for name, shape in able.items() if any(_is_meant(name, each) for each in settings.targets)}
+    chosen = {name: shape for name, shape in able.items() if any(_is_meant(name, each) for each in settings.targets)}
+    together = {of for name in chosen if (of := projection_of(name))}  # experts of a layer are one parameter
+    for name in able if together else ():
+        if name not in chosen and (of := projection_of(name)) in together:
+            raise ConfigError(
+                f"lora.targets={list(settings.targets)}: {name} has no adapter, and others of its layer have; "
+                f"legal: {EXPERTS!r}, or {of.rpartition('.')[2]!r}"
+            )
+    return chosen
+
+
+def projection_of(module: str) -> str:
+    """Common name of a matrix of a layer's experts, "model.layers.0.mlp.experts.up_proj"; "": not an expert's."""
+    match = _EXPERT.fullmatch(module)
+    return f"{match['experts']}.{match['projection']}" if match else ""
 
 
 def matrices_of(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
@@ -70,8 +82,10 @@ def _role(module: str) -> str:
     *path, last = module.split(".")
     if module == HEAD_MODULE:
         return OUTPUT
-    if last in _ROUTERS or _EXPERTS in f"{module}.":
+    if last in _ROUTERS:
         return ""
+    if ".experts." in module:
+        return EXPERTS if projection_of(module) else ""
     if any("attn" in part or "attention" in part for part in path):
         return ATTENTION
     return MLP if any("mlp" in part or "feed_forward" in part or "expert" in part for part in path) else ""
@@ -85,11 +99,6 @@ def is_quantised(module: str) -> bool:
 def _is_meant(module: str, target: str) -> bool:
     """A role, or as PEFT reads its target_modules: the whole name of a module, or its last parts."""
     return _role(module) == target if target in ROLES else module == target or module.endswith(f".{target}")
-
-
-def _is_part(module: str, target: str) -> bool:
-    """Whether a module is, or is within, what a target names."""
-    return f".{target}." in f".{module}."
 
 
 def _last_parts(modules: Iterable[str]) -> list[str]:
@@ -107,6 +116,11 @@ def refuse_merged_tied_head(config: Config, layers: Collection[str], *, is_tied:
 
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; adapters of a rank between are padded
 _MOST_TOKENS = 258048  # of a vocabulary whose head vLLM gives an adapter
+
+
+def room_for(rank: int) -> int:
+    """Rank of the slot in which vLLM keeps adapters of `rank`; the largest one if `rank` is above it."""
+    return next((each for each in ENGINE_RANKS if each >= rank), ENGINE_RANKS[-1])
 
 
 def sends_adapters(config: Config) -> bool:

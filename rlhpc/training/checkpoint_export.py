@@ -29,6 +29,7 @@ from rlhpc.models.adapter import (
     is_quantised,
     matrices_of,
     peft_config,
+    projection_of,
     settings_of,
 )
 from rlhpc.protocol.contracts import TrainerBackend
@@ -221,13 +222,19 @@ def export_adapter(
             f"{checkpoint_dir}: holds whole weights, not adapters; legal: an export without --adapter"
         )
     _refuse_other_base(checkpoint, model_dir)
+    settings, layers = settings_of(checkpoint.adapter), _layers_in(checkpoint)
+    if settings.rslora and any(projection_of(each).endswith(".up_proj") for each in layers):
+        raise CheckpointError(
+            f"{checkpoint_dir}: adapters of experts with lora.rslora=true: PEFT (0.21) joins those of gate and up into "
+            "one of twice the rank, and would scale it by √2 too much; legal: an export without --adapter"
+        )
     with TensorSource.of_model(model_dir) as source:
         matrices = matrices_of({name: source.shape(name) for name in source.names})
     specs = [TensorSpec(PEFT_PREFIX + spec.name, dtype or "float32", spec.shape) for spec in checkpoint.specs]
     with _new_directory(out_dir):
         tensors = _rounded(checkpoint.verified_tensors(kind), specs)
         write_safetensors(out_dir / PEFT_WEIGHTS, specs, tensors)
-        content = peft_config(settings_of(checkpoint.adapter), _layers_in(checkpoint), matrices, model_dir)
+        content = peft_config(settings, layers, matrices, model_dir)
         write_atomically(out_dir / PEFT_CONFIG, json.dumps(content, indent=2).encode())
     return dtype or "float32"
 

@@ -8,6 +8,7 @@ beside HF's own attention.  So is a mixture of experts whose tensors have other 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -58,8 +59,13 @@ AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
 #
 #     ….mlp.experts.gate_up_proj [E, 2·I, H]  →  ….mlp.experts.e.gate_proj.weight [I, H], ….mlp.experts.e.up_proj.weight
 #     ….mlp.experts.down_proj    [E, H, I]    →  ….mlp.experts.e.down_proj.weight [H, I]
+#
+# Adapters of experts are one tensor for each projection, too (lora.py):
+#
+#     ….mlp.experts.up_proj.lora_A.weight [E, r, H]  →  ….mlp.experts.e.up_proj.lora_A.weight [r, H]
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_ADAPTERS = re.compile(r"(.+\.experts)(\.\w+\.lora_[AB]\.weight)")
 
 
 def on_disk(spec: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -77,6 +83,9 @@ def on_disk(spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(f"{stem}.{expert}.down_proj.weight", spec.dtype, tuple(shape)) for expert in range(experts)
         )
+    if match := _ADAPTERS.fullmatch(spec.name):
+        experts, *shape = spec.shape
+        return tuple(TensorSpec(f"{match[1]}.{each}{match[2]}", spec.dtype, tuple(shape)) for each in range(experts))
     return (spec,)
 
 
@@ -85,7 +94,7 @@ def views_on_disk(name: str, tensor: Tensor) -> Iterator[Tensor]:
     if name.endswith(_GATE_UP):
         for expert in tensor:
             yield from expert.chunk(2)
-    elif name.endswith(_DOWN):
+    elif name.endswith(_DOWN) or _ADAPTERS.fullmatch(name):
         yield from tensor
     else:
         yield tensor

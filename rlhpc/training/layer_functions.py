@@ -1,4 +1,5 @@
-"""A layer's operations between its matrix products: norms, the gate, and heads that are normed and rotated.
+"""A layer's operations between its matrix products: norms, the gate, heads that are normed and rotated; and products
+with the matrices of experts.
 
 Input: activations of the model.  Output: the same, differentiable once.  By layer_kernels.py and head_kernels.py on a
 GPU where Triton works, elsewhere by torch's own operations, as transformers does it, rounded as it rounds.  Either way
@@ -8,8 +9,9 @@ Legend: L tokens, H hidden size, F inner size, G key heads, R query heads of eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -220,3 +222,84 @@ def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     low, high = heads.chunk(2, -1)
     cosines, sines = cosines[:, None], sines[:, None]
     return torch.cat([low * cosines - high * sines, high * cosines + low * sines], -1)
+
+
+# ----------------------------------------------------------------------------------------------------- grouped products
+#
+# Tokens sorted by expert, each times a matrix of its expert.  Matrices of all experts are laid side by side for the
+# duration of a product, and not kept for backward.
+# Legend: T tokens of all experts of this rank, E experts, K inputs and N outputs of a matrix.
+
+
+# torch 2.11 to 2.14 has a kernel for compute capabilities 9.x and 10.x; elsewhere it copies the borders to the host and
+# multiplies expert by expert.  10.x is left out: there gradients of experts without tokens were reported to be wrong
+# (pytorch/pytorch#172439), and gradients of all experts not to be numbers (pytorch/pytorch#193633).
+KERNEL_CAPABILITY = (9, 0)
+KERNEL_DTYPE = torch.bfloat16
+ALIGNED_ELEMENTS = 8  # rows must begin at multiples of 16 bytes
+
+
+def has_grouped_kernel(capability: tuple[int, int] | None, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """True if torch multiplies groups of rows in one kernel.
+
+    capability: of the GPU, None without one; sizes: inputs and outputs of the experts' matrices.
+    """
+    is_aligned = all(size % ALIGNED_ELEMENTS == 0 for size in sizes)
+    return capability == KERNEL_CAPABILITY and dtype == KERNEL_DTYPE and is_aligned
+
+
+def expert_linear(tokens: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """grouped_linear where a kernel is known to be right, elsewhere expert by expert.  weights: [E, N, K]."""
+    capability = torch.cuda.get_device_capability(tokens.device) if tokens.is_cuda else None
+    if has_grouped_kernel(capability, tokens.dtype, weights.shape[1:]):
+        return grouped_linear(tokens, ends, weights)
+    groups = tokens.tensor_split(ends[:-1].tolist())  # waits for the device
+    return torch.cat([functional.linear(*pair) for pair in zip(groups, weights.unbind(), strict=True)])
+
+
+def grouped_linear(tokens: Tensor, ends: Tensor, weights: Tensor | Sequence[Tensor]) -> Tensor:
+    """[T, N]: every token [K] times the matrix [N, K] of its expert, transposed.
+
+    ends: int32 [E], on the device of the tokens: where each expert's tokens end.  weights: E matrices, or [E, N, K].
+    K and N are multiples of 16 bytes.
+    """
+    product: Tensor = _GroupedLinear.apply(tokens, ends, *([weights] if isinstance(weights, Tensor) else weights))
+    return product
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Grouped product; torch's own derivative would keep another copy of the matrices side by side until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        tokens = _plain_rows(tokens)
+        ctx.save_for_backward(tokens, ends, *weights)
+        if not len(tokens):
+            return tokens.new_zeros(0, weights[0].shape[-2])
+        return functional.grouped_mm(tokens, _laid_side_by_side(weights).mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, ends, *weights = ctx.saved_tensors
+        of_tokens, of_weights = None, cast("Sequence[Tensor | None]", [None] * len(weights))
+        if not len(tokens):
+            return torch.zeros_like(tokens), None, *map(torch.zeros_like, weights)
+        gradient = _plain_rows(gradients[0])
+        if ctx.needs_input_grad[0]:
+            of_tokens = functional.grouped_mm(gradient, _laid_side_by_side(weights), offs=ends)
+        if any(ctx.needs_input_grad[2:]):
+            # The left factor by columns, the right one by rows: the only order of the two in which the kernel accepts
+            # groups of any length, and writes zeros for one without tokens.
+            product = functional.grouped_mm(gradient.mT, tokens, offs=ends)
+            of_weights = [product] if weights[0].dim() == 3 else product.unbind()
+        return of_tokens, None, *of_weights
+
+
+def _laid_side_by_side(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if weights[0].dim() == 3 else torch.stack(list(weights))
+
+
+def _plain_rows(matrix: Tensor) -> Tensor:
+    """Make rows contiguous: the kernel accepts neither an expanded gradient nor the odd strides of a single row."""
+    is_plain = matrix.stride() == (matrix.shape[1], 1)
+    return matrix if is_plain else matrix.clone(memory_format=torch.contiguous_format)

@@ -5,7 +5,7 @@ of each adapted layer, in float32, and whose weights are frozen in the dtype of 
 Guarantees: the frozen weights are never written to, whatever is merged or switched off; switched off, the model is the
 base, bit for bit.
 
-In this file: a base in four bits; adapters.
+In this file: a base in four bits; adapters; adapters of experts.
 
 Products with A and B are in the dtype of the activations, as the engines have them, and are added to the layer's output
 in one operation; gradients of A and B are summed in float32 by whoever steps them.
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.nn import functional
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.models.adapter import (
+    EXPERTS,
     HEAD_MODULE,
     PEFT_PREFIX,
     PEFT_WEIGHTS,
@@ -38,14 +40,17 @@ from rlhpc.models.adapter import (
     base_name,
     chosen_layers,
     is_quantised,
+    projection_of,
     record_of,
     refuse_merged_tied_head,
     refuse_other_adapter,
 )
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import AdapterForm, TensorSpec
 from rlhpc.training.backends import HeldParameters, merged
 from rlhpc.training.checkpoint_tensors import TensorSource
 from rlhpc.training.hf_model import CausalLM, load_trained, named_on_disk, on_disk
+from rlhpc.training.layer_functions import expert_linear
 from rlhpc.training.logprob import all_ranks_agree
 from rlhpc.training.ranks import DTYPES
 from rlhpc.weights.four_bits import in_four_bits, unpacked
@@ -175,7 +180,8 @@ class Lora:
     is_merged: bool  # what is published
     digest: str  # of the base
     layers: dict[str, tuple[int, int]]  # adapted module → (out, in), in the model's order
-    parameters: dict[str, nn.Parameter]  # A and B by their names
+    parameters: dict[str, nn.Parameter]  # A and B in turns, by their names
+    specs: tuple[TensorSpec, ...]  # of `parameters`
     base_specs: tuple[TensorSpec, ...]  # of all frozen weights, in the model's order
     base: dict[str, nn.Parameter]  # those that are not quantised, by HF name
     quantised: dict[str, QuantisedLinear] = field(default_factory=dict)  # by HF name of the weight
@@ -195,11 +201,6 @@ class Lora:
         """What a checkpoint notes."""
         return record_of(self.settings, self.digest)
 
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """A and B of each layer."""
-        return adapter_specs(self.layers, self.settings.rank)
-
     @contextmanager
     def off(self, is_wanted: bool = True) -> Iterator[None]:
         """A block in which the model is the base, if that is wanted."""
@@ -212,7 +213,7 @@ class Lora:
     @property
     def published(self) -> tuple[TensorSpec, ...]:
         """Names, dtypes and shapes of a version."""
-        return tuple(each for spec in self.base_specs for each in on_disk(spec)) if self.is_merged else self.specs
+        return tuple(each for spec in (self.base_specs if self.is_merged else self.specs) for each in on_disk(spec))
 
     def frozen(self, name: str) -> Tensor:
         """A weight of the base; not to be written to."""
@@ -229,14 +230,16 @@ class Lora:
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a version: A and B, or whole weights; not to be written to.
 
-        adapters: A and B, float32; None: `parameters`.  base: the frozen weights by their names on disk, in their
-        order; None: this rank has them.  Switched off, B is zero and whole weights are the base.
+        adapters: A and B, float32; None: `parameters`.  base: the frozen weights, in their order; None: this rank has
+        them.  Both by their names on disk.  Switched off, B is zero and whole weights are the base.
         """
-        adapters = self.parameters if adapters is None else adapters
+        if adapters is None:
+            views = (named_on_disk(spec, self.parameters[spec.name].detach()) for spec in self.specs)
+            adapters = dict(pair for each in views for pair in each)
         if not self.is_merged:
             for name, tensor in adapters.items():
                 is_zero = name.endswith(B) and not self.switch.is_on
-                yield name, torch.zeros_like(tensor) if is_zero else tensor.detach()
+                yield name, torch.zeros_like(tensor) if is_zero else tensor
             return
         for name, weight in self.whole_base() if base is None else base:
             module = name.removesuffix(".weight")
@@ -301,14 +304,13 @@ def with_adapters(model: CausalLM, config: Config, specs: tuple[TensorSpec, ...]
     settings = config.lora
     kinds = (nn.Linear, QuantisedLinear)
     modules = {name: each for name, each in model.module.named_modules() if isinstance(each, kinds)}
-    matrices = {name: (each.out_features, each.in_features) for name, each in modules.items()}
-    layers = chosen_layers(settings, matrices)
+    layers = chosen_layers(settings, _matrices(model.module))
     refuse_merged_tied_head(config, layers, is_tied=f"{HEAD_MODULE}.weight" not in model.parameters)
     given = initial_tensors(config, layers)
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)
     switch, parameters, head = Switch(), dict[str, nn.Parameter](), model.head
-    for name in layers:
+    for name in filter(modules.__contains__, layers):
         a, b = (given[name + each].to(model.head_weight.device) for each in (A, B))
         if modules[name].weight is model.head_weight:
             head = AdaptedHead(model.head, of_head := HeadAdapter(a, b, settings.scale, switch))
@@ -317,12 +319,16 @@ def with_adapters(model: CausalLM, config: Config, specs: tuple[TensorSpec, ...]
             adapter = modules[name].adapter = LayerAdapter(a, b, settings.scale, switch)
             modules[name].register_forward_hook(_apply_adapter)
         parameters |= {name + A: adapter.lora_a, name + B: adapter.lora_b}
+    for projection in dict.fromkeys(filter(None, map(projection_of, layers))):
+        of_experts = _adapt_experts(model.module, projection, settings, given, switch)
+        parameters |= {projection + A: of_experts.lora_a, projection + B: of_experts.lora_b}
     lora = Lora(
         settings=settings,
         is_merged=config.weights.form == "merged",
         digest=base_digest(config.model.path),
         layers=layers,
         parameters=parameters,
+        specs=tuple(TensorSpec(name, "float32", tuple(each.shape)) for name, each in parameters.items()),
         base_specs=specs,
         base=model.parameters,
         quantised={f"{name}.weight": each for name, each in modules.items() if isinstance(each, QuantisedLinear)},
@@ -331,22 +337,43 @@ def with_adapters(model: CausalLM, config: Config, specs: tuple[TensorSpec, ...]
     return replace(model, parameters=parameters, head=head), lora
 
 
-def initial_tensors(config: Config, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """A and B of every layer by their names, float32, as lora.initial has them or drawn.  Raises ConfigError."""
-    return _read(config.lora, layers) if config.lora.initial is not None else _drawn(config, layers)
+def _matrices(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """The matrices of a model's layers by their names on disk, in its order."""
+    found = {}
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Linear | QuantisedLinear):
+            found[name] = (each.out_features, each.in_features)
+        elif name.endswith(f".{EXPERTS}") and isinstance(getattr(each, "down_proj", None), nn.Parameter):
+            count, hidden, width = each.down_proj.shape
+            for expert in range(count):
+                found |= {f"{name}.{expert}.{part}_proj": (width, hidden) for part in ("gate", "up")}
+                found[f"{name}.{expert}.down_proj"] = (hidden, width)
+    return found
 
 
-def _drawn(config: Config, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+def initial_tensors(
+    config: Config, layers: Mapping[str, tuple[int, int]], wanted: Container[str] | None = None
+) -> dict[str, Tensor]:
+    """A and B by their names, float32, as lora.initial has them or drawn.  wanted: names of some; None: all.
+
+    Raises ConfigError.
+    """
+    if config.lora.initial is not None:
+        return _read(config.lora, layers)
+    return {name: each for name, each in _drawn(config, layers) if wanted is None or name in wanted}
+
+
+def _drawn(config: Config, layers: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
     """A from a normal distribution of variance 1 / (3 · in), which is that of PEFT's default, and B = 0.
 
     A x is then as large for every rank, so that learning rates carry over.  The same in every layout.
     """
-    draw, tensors = torch.Generator().manual_seed(config.run.seed), dict[str, Tensor]()
+    draw = torch.Generator().manual_seed(config.run.seed)
     for spec in adapter_specs(layers, config.lora.rank):
-        tensors[spec.name] = torch.zeros(spec.shape)
+        tensor = torch.zeros(spec.shape)
         if spec.name.endswith(A):
-            tensors[spec.name].normal_(std=1 / math.sqrt(3 * spec.shape[1]), generator=draw)
-    return tensors
+            tensor.normal_(std=1 / math.sqrt(3 * spec.shape[1]), generator=draw)
+        yield spec.name, tensor
 
 
 def _read(settings: LoraConfig, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
@@ -363,3 +390,67 @@ def read_adapter(directory: Path, names: Sequence[str]) -> dict[str, Tensor]:
     file = directory / PEFT_WEIGHTS
     with TensorSource.of_files({PEFT_PREFIX + name: file for name in names}) as source:
         return {name: source.read(PEFT_PREFIX + name, dtype=torch.float32).clone() for name in names}
+
+
+# -------------------------------------------------------------------------------------------------- adapters of experts
+#
+# transformers holds the matrices of a layer's experts in two parameters, and multiplies within one function, which is
+# replaced.  Their adapters are two parameters for each projection, A of all experts and B of all experts.
+# Legend: T tokens of a row, C of the E experts chosen for each, S = T · C pairs of the two, sorted by expert.
+
+
+class ExpertsAdapter(_Adapter):
+    """Adapter of one projection of all experts of a layer: A [E, rank, in], B [E, out, rank]."""
+
+    def forward(self, tokens: Tensor, output: Tensor, ends: Tensor) -> Tensor:
+        """output + scale · B A tokens; tokens [S, in], output [S, out], ends: see expert_linear."""
+        if not self._switch.is_on:  # see LayerAdapter
+            return output
+        low = expert_linear(tokens, ends, self.lora_a.to(tokens.dtype))
+        return torch.add(output, expert_linear(low, ends, self.lora_b.to(low.dtype)), alpha=self._scale)
+
+
+def _adapt_experts(
+    module: nn.Module, projection: str, settings: LoraConfig, given: Mapping[str, Tensor], switch: Switch
+) -> ExpertsAdapter:
+    """Put an adapter beside a projection of experts; given: A and B by their names on disk."""
+    name, _, last = projection.rpartition(".")
+    experts: Any = module.get_submodule(name)
+    plain = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    if {key: getattr(experts, key, None) for key in plain} != plain:
+        raise ConfigError(
+            f"lora.targets={list(settings.targets)}: {type(experts).__name__} computes experts in another way than "
+            "W_down (act(W_gate x) · W_up x); legal: other lora.targets"
+        )
+    if not hasattr(experts, "adapters"):
+        experts.adapters = nn.ModuleDict()
+        experts.forward = partial(_experts_with_adapters, experts)
+    a, b = (
+        torch.stack([given[f"{name}.{expert}.{last}{part}"] for expert in range(len(experts.down_proj))])
+        for part in (A, B)
+    )
+    device = experts.down_proj.device
+    adapter = experts.adapters[last] = ExpertsAdapter(a.to(device), b.to(device), settings.scale, switch)
+    return adapter
+
+
+def _experts_with_adapters(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute [T, H] as transformers' grouped experts do.  hidden_states [T, H]; indices and weights [T, C]."""
+    count = top_k_index.shape[1]
+    chosen, order = top_k_index.flatten().sort()
+    numbers = torch.arange(len(experts.down_proj), device=chosen.device)
+    ends = torch.searchsorted(chosen, numbers, right=True).to(torch.int32)
+
+    def adapted(name: str, tokens: Tensor, output: Tensor) -> Tensor:
+        result: Tensor = experts.adapters[name](tokens, output, ends) if name in experts.adapters else output
+        return result
+
+    tokens = hidden_states[order // count]
+    gate, up = expert_linear(tokens, ends, experts.gate_up_proj).chunk(2, -1)
+    both = torch.cat([adapted("gate_proj", tokens, gate), adapted("up_proj", tokens, up)], -1)
+    inner = experts._apply_gate(both)
+    outer = adapted("down_proj", inner, expert_linear(inner, ends, experts.down_proj))
+    weighted = outer * top_k_weights.flatten()[order, None]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return weighted[place].view(len(hidden_states), count, -1).sum(1).to(hidden_states.dtype)

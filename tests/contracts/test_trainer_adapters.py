@@ -32,6 +32,7 @@ from tests.contracts.trainer_layouts import (
     EVERYDAY,
     LENGTHS,
     MIXTURE,
+    MIXTURE_LAYOUTS,
     MODELS,
     marks_of,
     num_layers,
@@ -39,12 +40,15 @@ from tests.contracts.trainer_layouts import (
 )
 from tests.contracts.trainer_scenarios import resume, save_midway
 from tests.contracts.trainer_textbook import hf_logprobs, load_hf, torch_training, weights_on_disk
+from tests.tiny_models import NUM_EXPERTS
 from tests.unit.training.packed_rows import draw_samples
 
 DENSE = ("qwen2-tied", "qwen3-untied", "llama-odd")
 ALL = ["attention", "mlp"]
+PARTS = ("lora_A", "lora_B")
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PEFT_NAMES = {"attention": MODULES[:4], "mlp": MODULES[4:], "output": ["lm_head"]}
+EXPERTS = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts", "output"]}
 # Rank, alpha, targets of each case; with rank 64 a matrix of these models is adapted in full.
 CASES = [
     ("qwen2-tied", {"rank": 8, "alpha": 16.0, "targets": ALL}),
@@ -79,6 +83,39 @@ def scale_of(lora: dict[str, Any]) -> float:
     return float(lora["alpha"] / (lora["rank"] ** 0.5 if lora.get("rslora") else lora["rank"]))
 
 
+class OneByOne(torch.nn.Module):
+    """The experts of a layer, each with adapters of its own, computed one after the other: PEFT has none such.
+
+    Parameters have the names that PEFT gives those of layers.
+    """
+
+    def __init__(self, experts: Any, stem: str, lora: dict[str, Any], adapters: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.frozen, self.scale = [experts], scale_of(lora)
+        for expert in range(NUM_EXPERTS):
+            self.add_module(str(expert), torch.nn.ModuleDict())
+            for last in MODULES[4:]:
+                shapes = {part: adapters[f"{stem}.{expert}.{last}.{part}.weight"].shape for part in PARTS}
+                pair = {part: torch.nn.Linear(into, out, bias=False) for part, (out, into) in shapes.items()}
+                modules = {part: torch.nn.ModuleDict({"default": each}) for part, each in pair.items()}
+                self.get_submodule(str(expert)).add_module(last, torch.nn.ModuleDict(modules))
+
+    def product(self, expert: int, last: str, weight: Tensor, tokens: Tensor) -> Tensor:
+        a, b = (self.get_parameter(f"{expert}.{last}.{part}.default.weight") for part in PARTS)
+        return tokens @ weight.T + self.scale * (tokens @ a.T @ b.T)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        (experts,), found = self.frozen, torch.zeros_like(hidden)
+        for expert in range(NUM_EXPERTS):
+            places, slots = torch.where(chosen == expert)  # of no token, too: then gradients are zeros
+            tokens, (gate, up) = hidden[places], experts.gate_up_proj[expert].chunk(2)
+            gated = torch.nn.functional.silu(self.product(expert, "gate_proj", gate, tokens))
+            inner = gated * self.product(expert, "up_proj", up, tokens)
+            outer = self.product(expert, "down_proj", experts.down_proj[expert], inner)
+            found = found.index_add(0, places, outer * weights[places, slots, None])
+        return found
+
+
 def with_peft(
     directory: Path, lora: dict[str, Any], adapters: dict[str, Tensor], dtype: torch.dtype, of: Any = None
 ) -> Any:
@@ -89,9 +126,12 @@ def with_peft(
         lora_alpha=lora["alpha"],
         use_rslora=lora.get("rslora", False),
         lora_dropout=0.0,
-        target_modules=[name for target in lora["targets"] for name in PEFT_NAMES[target]],
+        target_modules=[name for target in lora["targets"] if target != "experts" for name in PEFT_NAMES[target]],
     )
     wrapped = peft.get_peft_model(load_hf(directory, dtype) if of is None else of, config)
+    for layer in wrapped.get_submodule("base_model.model.model.layers") if "experts" in lora["targets"] else ():
+        stem = f"model.layers.{layer.self_attn.layer_idx}.mlp.experts"
+        layer.mlp.experts = OneByOne(layer.mlp.experts, stem, lora, adapters)
     own = dict(wrapped.named_parameters())
     assert sum(each.requires_grad for each in own.values()) == len(adapters)
     for name, tensor in adapters.items():
@@ -106,11 +146,14 @@ def in_peft(name: str) -> str:
 def merged_in_float64(directory: Path, lora: dict[str, Any], adapters: dict[str, Tensor]) -> Any:
     """HF's model in float64 with W + scale · B A, of a tied head a copy of its own."""
     hf = load_hf(directory, torch.float64)
-    modules = dict(hf.named_modules())
+    modules, of_experts = dict(hf.named_modules()), weights_on_disk(hf)
     for name in [name for name in adapters if name.endswith("lora_A.weight")]:
         a, b = adapters[name].double(), adapters[name.replace("lora_A", "lora_B")].double()
-        layer = modules[name.removesuffix(".lora_A.weight")]
-        layer.weight = torch.nn.Parameter(layer.weight.detach() + scale_of(lora) * b @ a)
+        added, module = scale_of(lora) * b @ a, name.removesuffix(".lora_A.weight")
+        if ".experts." in name:
+            of_experts[f"{module}.weight"] += added  # views
+        else:
+            modules[module].weight = torch.nn.Parameter(modules[module].weight.detach() + added)
     return hf
 
 
@@ -120,17 +163,19 @@ def test_five_steps_are_those_of_peft_and_torchs_adamw(cluster, any_model, lora,
     assert_course_of_peft(cluster, any_model, lora, model_for, tmp_path)
 
 
-@pytest.mark.parametrize(
+in_layouts_of_mixtures = pytest.mark.parametrize(
     "cluster",
     [
         pytest.param(name, marks=marks_of_adapters(name, EVERYDAY))
-        for name in ("reference-dp2", "megatron-dp2", "megatron-ep2", "megatron-sp_ep2")
+        for name in (*MIXTURE_LAYOUTS, "deepspeed-zero1", "megatron-sp")
     ],
     indirect=True,
 )
-def test_a_mixture_of_experts_has_adapters_beside_its_attention_and_head(cluster, model_for, tmp_path):
-    lora = {"rank": 4, "alpha": 8.0, "targets": ["attention", "output"]}
-    assert_course_of_peft(cluster, MIXTURE, lora, model_for, tmp_path)
+
+
+@in_layouts_of_mixtures
+def test_five_steps_of_experts_are_those_of_each_by_itself_and_torchs_adamw(cluster, model_for, tmp_path):
+    assert_course_of_peft(cluster, MIXTURE, EXPERTS, model_for, tmp_path)
 
 
 def assert_course_of_peft(cluster: Any, any_model: str, lora: dict[str, Any], model_for: Any, tmp_path: Path) -> None:
@@ -153,6 +198,17 @@ def assert_course_of_peft(cluster: Any, any_model: str, lora: dict[str, Any], mo
 @in_every_layout("reference-dp1")
 @of_every_kind
 def test_log_probabilities_are_those_of_weights_merged_in_float64(cluster, any_model, lora, model_for, tmp_path):
+    assert_log_probabilities_of_a_merge(cluster, any_model, lora, model_for, tmp_path)
+
+
+@in_layouts_of_mixtures
+def test_log_probabilities_of_experts_are_those_of_weights_merged_in_float64(cluster, model_for, tmp_path):
+    assert_log_probabilities_of_a_merge(cluster, MIXTURE, EXPERTS, model_for, tmp_path)
+
+
+def assert_log_probabilities_of_a_merge(
+    cluster: Any, any_model: str, lora: dict[str, Any], model_for: Any, tmp_path: Path
+) -> None:
     directory, steps = model_for(any_model, cluster.name), draw(any_model, 2)
     rows = [packed(samples) for samples in steps]
     answers = cluster.run(adapter_steps, tmp_path, model=directory, steps=rows, lora=lora, temperature=0.7)
@@ -195,8 +251,20 @@ def test_a_merged_version_is_the_base_and_the_adapters_whatever_was_published_be
     cluster, dtype, model_for, tmp_path
 ):
     """Rounded once from float32: the error of the last version is that of the first."""
-    lora, directory = {"rank": 8, "alpha": 16.0, "targets": [*ALL, "output"]}, model_for("qwen3-untied", cluster.name)
-    arguments = {"model": directory, "steps": [packed(s) for s in draw("qwen3-untied", 4)], "lora": lora}
+    lora = {"rank": 8, "alpha": 16.0, "targets": [*ALL, "output"]}
+    assert_merged(cluster, "qwen3-untied", dtype, lora, model_for, tmp_path)
+
+
+@in_layouts_of_mixtures
+def test_a_merged_version_has_experts_of_the_base_and_their_adapters(cluster, model_for, tmp_path):
+    assert_merged(cluster, MIXTURE, "bfloat16", EXPERTS, model_for, tmp_path)
+
+
+def assert_merged(
+    cluster: Any, any_model: str, dtype: str, lora: dict[str, Any], model_for: Any, tmp_path: Path
+) -> None:
+    directory = model_for(any_model, cluster.name)
+    arguments = {"model": directory, "steps": [packed(s) for s in draw(any_model, 4)], "lora": lora}
     adapters, merged = (
         cluster.run(versions_after_steps, tmp_path / form, form=form, dtype=dtype, **arguments)[0]
         for form in ("adapter", "merged")
@@ -243,8 +311,18 @@ def test_two_hundred_versions_leave_every_bit_of_the_base(cluster, form, model_f
 @in_every_layout("reference-dp1", "megatron-cp2")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_is_the_policy_as_it_was_held_and_asking_it_changes_no_bit(cluster, dtype, model_for, tmp_path):
-    directory, rows = model_for("qwen2-tied", cluster.name), packed(draw("qwen2-tied", 1)[0])
-    lora = {"rank": 4, "targets": [*ALL, "output"]}
+    assert_reference(cluster, "qwen2-tied", dtype, {"rank": 4, "targets": [*ALL, "output"]}, model_for, tmp_path)
+
+
+@in_layouts_of_mixtures
+def test_the_reference_of_experts_is_the_base_bit_for_bit(cluster, model_for, tmp_path):
+    assert_reference(cluster, MIXTURE, "bfloat16", EXPERTS, model_for, tmp_path)
+
+
+def assert_reference(
+    cluster: Any, any_model: str, dtype: str, lora: dict[str, Any], model_for: Any, tmp_path: Path
+) -> None:
+    directory, rows = model_for(any_model, cluster.name), packed(draw(any_model, 1)[0])
     arguments = {"model": directory, "rows": rows, "dtype": dtype}
     answers = cluster.run(ask_a_reference, tmp_path / "a", memory="host", lora=lora, **arguments)
     base = cluster.run(ask_a_reference, tmp_path / "b", memory="host", **arguments)
@@ -289,7 +367,7 @@ def test_the_reference_is_the_policy_as_it_was_held_and_asking_it_changes_no_bit
 def test_saved_adapters_continue_in_the_same_layout_bit_for_bit_and_alike_in_others(
     source, target, any_model, start, model_for, tmp_path
 ):
-    lora = {"rank": 4, "alpha": 8.0, "targets": ["attention", "output"] if any_model == MIXTURE else [*ALL, "output"]}
+    lora = EXPERTS if any_model == MIXTURE else {"rank": 4, "alpha": 8.0, "targets": [*ALL, "output"]}
     directory = model_for(any_model, "megatron-vpp2")  # enough layers for all of them
     arguments = {
         "model": directory,
@@ -348,8 +426,9 @@ def test_the_average_is_of_adapters_alone_and_goes_on_bit_for_bit(cluster, model
 
 def names_of(directory: Path) -> set[str]:
     """Of A and B of every layer and the head."""
-    layers = [name for name, _ in load_hf(directory).named_modules() if name.split(".")[-1] in (*MODULES, "lm_head")]
-    return {f"{name}.lora_{part}.weight" for name in layers for part in "AB"}
+    layers = {name.removesuffix(".weight") for name in weights_on_disk(load_hf(directory))}
+    layers = {name for name in layers if name.rpartition(".")[2] in MODULES} | {"lm_head"}
+    return {f"{name}.{part}.weight" for name in layers for part in PARTS}
 
 
 # ---------------------------------------------------------------------------------------------------------- four bits

@@ -15,6 +15,8 @@ import pytest
 import pytest_asyncio
 import torch
 from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers import FusedMoEWithLoRA
 
 from rlhpc.generation.adapter_slot import AdapterSlot, FourBitLoader
 from rlhpc.generation.vllm_engine import VllmEngine
@@ -330,3 +332,82 @@ async def test_a_mixture_on_a_cpu_is_refused_before_vllm_starts(tmp_path: Path) 
     config = tiny_config(model, lora={"rank": 8, "targets": ["attention"]})
     with pytest.raises(EngineError, match="no kernel for a mixture of experts on a CPU; legal: a GPU, or"):
         await VllmEngine.start(config, seed=0)
+
+
+# ------------------------------------------------------------------------------------------------------------- experts
+#
+# vLLM multiplies adapters of experts on a GPU alone.  Its layer itself keeps them anywhere, here without a kernel.
+
+HIDDEN, WIDTH, EXPERTS = 8, 6, 3
+MIXTURE = "model.layers.0.mlp.experts"
+SHAPES = {"gate_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH), "up_proj": (WIDTH, HIDDEN)}
+
+
+def slot_of_experts(tp_rank: int, tp_size: int, modules: list[str]) -> tuple[AdapterSlot, Any]:
+    """A slot whose only layer is vLLM's of experts, of one of its ranks, and that layer."""
+    layer: Any = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
+    torch.nn.Module.__init__(layer)
+    parallel = SimpleNamespace(use_ep=False, ep_rank=0)
+    sizes = {"num_local_experts": EXPERTS, "num_experts": EXPERTS, "hidden_dim": HIDDEN}
+    layer.moe_config = SimpleNamespace(
+        **sizes, intermediate_size_per_partition=WIDTH // tp_size, moe_parallel_config=parallel
+    )
+    layer.tp_rank, layer.tp_size, layer.device, layer._w13_slices = tp_rank, tp_size, torch.device("cpu"), 2
+    layer.create_lora_weights(1, LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.float32))
+    packed = [f"{MIXTURE}.{expert}.{last}" for expert in range(EXPERTS) for last in SHAPES]
+    manager = SimpleNamespace(lora_index_to_id=[1], modules={MIXTURE: layer}, packed_modules={MIXTURE: packed})
+    registry = SimpleNamespace(add_dummy_lora=lambda *_, **__: None, add_adapter=lambda _: None)
+    runner = SimpleNamespace(lora_manager=registry, get_model=lambda: SimpleNamespace(lora_manager=manager))
+    return AdapterSlot(runner, rank=2, modules=modules, base=""), layer
+
+
+def version_of_experts(lasts: list[str]) -> tuple[dict[str, torch.Tensor], WeightManifest]:
+    draw = torch.Generator().manual_seed(5)
+    tensors = {
+        f"{MIXTURE}.{expert}.{last}{part}": torch.randn(shape, generator=draw)
+        for expert in range(EXPERTS)
+        for last in lasts
+        for part, shape in ((A, (2, SHAPES[last][1])), (B, (SHAPES[last][0], 2)))
+    }
+    specs = [TensorSpec(name, "float32", tuple(each.shape)) for name, each in tensors.items()]
+    return tensors, make_manifest(3, 1, specs, 1 << 20, AdapterForm(rank=2, scale=1.5, base=""))
+
+
+@pytest.mark.parametrize("lasts", [list(SHAPES), ["down_proj"]])
+@pytest.mark.parametrize(("tp_rank", "tp_size"), [(0, 1), (0, 2), (1, 2)])
+async def test_adapters_of_experts_lie_where_vllms_kernels_read_them(
+    tp_rank: int, tp_size: int, lasts: list[str]
+) -> None:
+    tensors, manifest = version_of_experts(lasts)
+    slot, layer = slot_of_experts(tp_rank, tp_size, sorted({name.rsplit(".", 2)[0] for name in tensors}))
+    for tensor in slot.tensors():
+        tensor.fill_(7.0)
+    slot.load(tensors.items(), manifest)
+    share = slice(tp_rank * WIDTH // tp_size, (tp_rank + 1) * WIDTH // tp_size)
+    held = {
+        "gate_proj": (layer.w13_lora_a_stacked[0], layer.w13_lora_b_stacked[0], slice(None), share),
+        "up_proj": (layer.w13_lora_a_stacked[1], layer.w13_lora_b_stacked[1], slice(None), share),
+        "down_proj": (layer.w2_lora_a_stacked[0], layer.w2_lora_b_stacked[0], share, slice(None)),
+    }
+    assert len(list(slot.tensors())) == 6
+    for last, (of_a, of_b, columns, rows) in held.items():
+        for expert in range(EXPERTS):
+            a, b = of_a[0, expert], of_b[0, expert]
+            assert not a[2:].any()
+            assert not b[:, 2:].any()
+            if last in lasts:
+                assert torch.equal(a[:2], tensors[f"{MIXTURE}.{expert}.{last}{A}"][:, columns])
+                assert torch.equal(b[:, :2], 1.5 * tensors[f"{MIXTURE}.{expert}.{last}{B}"][rows])
+            else:
+                assert not a.any()
+                assert not b.any()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+async def test_adapters_of_experts_of_other_sizes_are_refused_by_name(tp_size: int) -> None:
+    tensors, manifest = version_of_experts(list(SHAPES))
+    slot, _ = slot_of_experts(0, tp_size, sorted({name.rsplit(".", 2)[0] for name in tensors}))
+    wrong = f"{MIXTURE}.1.up_proj{A}"
+    specs = [replace(each, shape=(2, 5)) if each.name == wrong else each for each in manifest.tensors]
+    with pytest.raises(GroupFailed, match=re.escape(f"version 3: A and B of {MIXTURE}.1.up_proj are [2, 5] and")):
+        slot.refuse_unfit(replace(manifest, tensors=tuple(specs)))

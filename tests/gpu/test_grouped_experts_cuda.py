@@ -10,7 +10,8 @@ from transformers import Qwen3MoeConfig
 
 from bench.experts import ROUTINGS, Sizes, measure
 from rlhpc.config.tables import TrainerConfig
-from rlhpc.training.megatron.model_config import KERNEL_CAPABILITY, GroupedExperts, transformer_config
+from rlhpc.training.layer_functions import KERNEL_CAPABILITY
+from rlhpc.training.megatron.model_config import GroupedExperts, transformer_config
 from tests.unit.training.megatron.policy_ranks import draw_tokens, expert_pair, through
 from tests.unit.training.rank_processes import run_ranks
 

@@ -9,6 +9,7 @@ A layer that Megatron makes of several HF modules (q, k, v; gate, up) has an A a
     columns cut (QKV, GATE_UP)    A whole on every tensor rank, B's rows cut like those of the HF matrix
     the head (VOCABULARY)         the same, B padded like the head
     rows cut (COLUMNS)            A's columns cut like those of the HF matrix, B whole on every tensor rank
+    an expert's                   A and B whole, on the ranks that have the expert: nothing crosses any
 
 What crosses tensor ranks is A x, `rank` numbers a token for each module:
 
@@ -40,9 +41,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhpc.config.rules import Config
-from rlhpc.models.adapter import A, B, base_digest, chosen_layers, refuse_idle_stages, refuse_merged_tied_head
+from rlhpc.models.adapter import (
+    A,
+    B,
+    adapter_specs,
+    base_digest,
+    chosen_layers,
+    refuse_idle_stages,
+    refuse_merged_tied_head,
+)
 from rlhpc.models.shape import ParallelLayout
 from rlhpc.training.backends import merged
+from rlhpc.training.layer_functions import grouped_linear
 from rlhpc.training.lora import Lora, Switch, initial_tensors
 from rlhpc.training.megatron.hf_layout import (
     EMBEDDING,
@@ -135,7 +145,8 @@ class ParallelAdapter(nn.Module):
         """
         super().__init__()
         self._base, self._lora, self._group = base, lora, layer.tp_group
-        self._is_cut_by_tokens = bool(layer.config.sequence_parallel)
+        self._is_of_expert = bool(getattr(layer, "is_expert", False))
+        self._is_cut_by_tokens = bool(layer.config.sequence_parallel) and not self._is_of_expert
         self._is_cut_by_inputs = base.kind is Kind.COLUMNS
         self._rows = [_rows_here(base, tensor) for tensor in base.tensors]
         # Of heads that share keys the layer has q, k and v together, group by group; else one module after the other.
@@ -152,6 +163,14 @@ class ParallelAdapter(nn.Module):
         whole, cut = reversed(parts) if self._is_cut_by_inputs else parts
         set_tensor_model_parallel_attributes(cut, True, 1 if self._is_cut_by_inputs else 0, 1)
         whole.sequence_parallel = self._is_cut_by_tokens
+        if self._is_of_expert:  # as model.py marks what they are beside
+            set_tensor_model_parallel_attributes(whole, True, 0 if self._is_cut_by_inputs else 1, 1)
+            cut.allreduce = whole.allreduce = False
+
+    @property
+    def rank(self) -> int:
+        """The rank of A and B."""
+        return self._lora.settings.rank
 
     def adapters(self) -> Iterator[tuple[int, ModuleAdapter]]:
         """Those that there are, each with its place among the HF modules of the layer."""
@@ -168,6 +187,24 @@ class ParallelAdapter(nn.Module):
             index: functional.linear(part, adapter.lora_B.weight.to(part.dtype))
             for (index, adapter), part in zip(adapters, inner, strict=True)
         }
+        return torch.add(output, self._side_by_side(added), alpha=self._lora.settings.scale)
+
+    def beside_others(
+        self, all_adapters: Sequence[ParallelAdapter], tokens: Tensor, output: Tensor, ends: Tensor
+    ) -> Tensor:
+        """Compute forward for all experts of this rank at once.
+
+        all_adapters: of the same layer of each expert, this one among them; ends: see grouped_linear.
+        """
+        if not self._lora.switch.is_on:
+            return output
+        each = [[module for _, module in adapter.adapters()] for adapter in all_adapters]
+        a = torch.stack([torch.cat([module.lora_A.weight for module in modules]) for modules in each])
+        inner = torch.split(grouped_linear(tokens, ends, a.to(tokens.dtype)), self.rank, -1)
+        added = {}
+        for place, ((index, _), part) in enumerate(zip(self.adapters(), inner, strict=True)):
+            b = torch.stack([modules[place].lora_B.weight for modules in each])
+            added[index] = grouped_linear(part, ends, b.to(part.dtype))
         return torch.add(output, self._side_by_side(added), alpha=self._lora.settings.scale)
 
     def inner(self, states: Tensor) -> Tensor:
@@ -193,7 +230,8 @@ class ParallelAdapter(nn.Module):
             added[index] if index in added else some.new_zeros(*some.shape[:-1], rows)
             for index, rows in enumerate(self._rows)
         ]
-        groups = [part.view(*part.shape[:-1], self._num_groups, -1) for part in parts]
+        # Of an expert without tokens a size of -1 would not be known.
+        groups = [part.view(*part.shape[:-1], self._num_groups, part.shape[-1] // self._num_groups) for part in parts]
         return torch.cat(groups, -1).flatten(-2)
 
     @torch.no_grad()
@@ -264,6 +302,7 @@ def attach_adapters(
         digest=base_digest(config.model.path),
         layers=layers,
         parameters={},
+        specs=adapter_specs(layers, config.lora.rank),
         base_specs=tensor_specs(parameter_maps(model, layout), config.model.dtype),
         base={
             f"{name}.{own}": parameter
@@ -293,15 +332,17 @@ def _is_matrix(base: ParameterMap, tensor: HfTensor) -> bool:
 @torch.no_grad()
 def _fill(adapters: RankAdapters, config: Config, layout: ParallelLayout) -> None:
     """Write this rank's part of A and B, as drawn or as lora.initial has them."""
-    given = initial_tensors(config, adapters.lora.layers)
     maps = {place.name: place for place in adapters.maps}
-    for base, beside in adapters.beside.items():
-        for name, parameter in beside.named_parameters(prefix=f"{base.removesuffix(WEIGHT)}.adapter"):
-            place = maps[name]
-            hf_name = place.tensors[0].name
-            shard = place.shard_of(tensor_rank(layout))
-            parameter.copy_(to_local(place, lambda key, index: given[key][index], shard, torch.float32))
-            adapters.lora.parameters[hf_name] = parameter
+    parameters = {
+        maps[name]: parameter
+        for base, beside in adapters.beside.items()
+        for name, parameter in beside.named_parameters(prefix=f"{base.removesuffix(WEIGHT)}.adapter")
+    }
+    given = initial_tensors(config, adapters.lora.layers, {place.tensors[0].name for place in parameters})
+    for place, parameter in parameters.items():
+        shard = place.shard_of(tensor_rank(layout))
+        parameter.copy_(to_local(place, lambda key, index: given[key][index], shard, torch.float32))
+        adapters.lora.parameters[place.tensors[0].name] = parameter
 
 
 def _add(

@@ -8,7 +8,7 @@ refused with ConfigError, never trained wrongly.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,15 @@ from torch.nn import functional
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import ParallelLayout, num_experts, refuse_unsupported
 from rlhpc.protocol.errors import ConfigError
-from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, weighted_gated_silu
+from rlhpc.training.layer_functions import (
+    ALIGNED_ELEMENTS,
+    gated_silu,
+    grouped_linear,
+    has_grouped_kernel,
+    rms_norm,
+    rotated_heads,
+    weighted_gated_silu,
+)
 
 # ------------------------------------------------------------------------------------------------------ grouped experts
 #
@@ -33,29 +41,8 @@ from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, 
 # Input: tokens sorted by expert, as the dispatcher hands them over.  Output: the same tokens, through their experts.
 # Guarantees: parameters, their names and their order are those of SequentialMLP, and so is everything that is made of
 # them (checkpoints, optimiser, HF names); every parameter gets a gradient, zeros where its expert saw no token.
-# Nothing here waits for the device (Megatron's dispatcher does before it, once a layer).  Matrices of all experts are
-# laid side by side for the duration of a product, and not kept for backward.  Legend: T tokens of all experts of this
-# rank, E experts, K inputs and N outputs of a matrix.
-#
+# Nothing here waits for the device (Megatron's dispatcher does before it, once a layer).
 # Megatron's own grouped layers need the package grouped_gemm or TransformerEngine; this one needs torch alone.
-
-
-# torch 2.11 to 2.14 has a kernel for compute capabilities 9.x and 10.x; elsewhere it copies the borders to the host and
-# multiplies expert by expert.  10.x is left out: there gradients of experts without tokens were reported to be wrong
-# (pytorch/pytorch#172439), and gradients of all experts not to be numbers (pytorch/pytorch#193633).
-KERNEL_CAPABILITY = (9, 0)
-KERNEL_DTYPE = torch.bfloat16
-ALIGNED_ELEMENTS = 8  # rows must begin at multiples of 16 bytes
-LAYERS = ("linear_fc1", "linear_fc2")  # of an expert
-
-
-def has_grouped_kernel(capability: tuple[int, int] | None, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
-    """True if torch multiplies groups of rows in one kernel.
-
-    capability: of the GPU, None without one; sizes: inputs and outputs of the experts' matrices.
-    """
-    is_aligned = all(size % ALIGNED_ELEMENTS == 0 for size in sizes)
-    return capability == KERNEL_CAPABILITY and dtype == KERNEL_DTYPE and is_aligned
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is untyped
@@ -72,55 +59,24 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return [T, H] and no bias.  tokens: [T, H]; tokens_per_expert: [E], on any device; probabilities: [T]."""
-        if self.num_local_experts == 1:
-            alone: tuple[Tensor, Tensor | None] = super().forward(tokens, tokens_per_expert, probabilities)
-            return alone
+        ranks = [each.rank for each in self._adapters("linear_fc1") + self._adapters("linear_fc2")]
+        if self.num_local_experts == 1 or any(rank % ALIGNED_ELEMENTS for rank in ranks):
+            one_by_one: tuple[Tensor, Tensor | None] = super().forward(tokens, tokens_per_expert, probabilities)
+            return one_by_one
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        inner, outer = ([getattr(each, name).weight for each in self.local_experts] for name in LAYERS)
-        gate_and_up = grouped_linear(tokens, ends, inner)
-        return grouped_linear(weighted_gated_silu(gate_and_up, probabilities), ends, outer), None
+        gate_and_up = self._product("linear_fc1", tokens, ends)
+        return self._product("linear_fc2", weighted_gated_silu(gate_and_up, probabilities), ends), None
 
+    def _product(self, name: str, tokens: Tensor, ends: Tensor) -> Tensor:
+        """Output of the layers `name` of all experts, adapters included."""
+        output = grouped_linear(tokens, ends, [getattr(each, name).weight for each in self.local_experts])
+        adapters = self._adapters(name)
+        return adapters[0].beside_others(adapters, tokens, output, ends) if adapters else output
 
-def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """[T, N]: every token [K] times the matrix [N, K] of its expert, transposed.
-
-    ends: int32 [E], on the device of the tokens: where each expert's tokens end.  K and N are multiples of 16 bytes.
-    """
-    product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
-    return product
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """Grouped product; torch's own derivative would keep another copy of the matrices side by side until backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        tokens = _plain_rows(tokens)
-        ctx.save_for_backward(tokens, ends, *weights)
-        if not len(tokens):
-            return tokens.new_zeros(0, len(weights[0]))
-        return functional.grouped_mm(tokens, torch.stack(weights).mT, offs=ends)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, ends, *weights = ctx.saved_tensors
-        of_tokens = of_weights = None
-        if not len(tokens):
-            return torch.zeros_like(tokens), None, *map(torch.zeros_like, weights)
-        gradient = _plain_rows(gradient)
-        if ctx.needs_input_grad[0]:
-            of_tokens = functional.grouped_mm(gradient, torch.stack(weights), offs=ends)
-        if any(ctx.needs_input_grad[2:]):
-            # The left factor by columns, the right one by rows: the only order of the two in which the kernel accepts
-            # groups of any length, and writes zeros for one without tokens.
-            of_weights = functional.grouped_mm(gradient.mT, tokens, offs=ends).unbind()
-        return of_tokens, None, *(of_weights or [None] * len(weights))
-
-
-def _plain_rows(matrix: Tensor) -> Tensor:
-    """Make rows contiguous: the kernel accepts neither an expanded gradient nor the odd strides of a single row."""
-    is_plain = matrix.stride() == (matrix.shape[1], 1)
-    return matrix if is_plain else matrix.clone(memory_format=torch.contiguous_format)
+    def _adapters(self, name: str) -> list[Any]:
+        """lora.ParallelAdapter of the layer `name` of each expert; empty: there are none."""
+        layers = [getattr(each, name) for each in self.local_experts]
+        return [layer.adapter for layer in layers if hasattr(layer, "adapter")]
 
 
 # --------------------------------------------------------------------------------------------------------------- layers

@@ -254,6 +254,29 @@ def test_adapters_are_beside_one_frozen_model_which_is_their_reference(backend, 
     assert merged.export > 10 * rank.export
 
 
+@pytest.mark.parametrize(
+    ("backend", "keys", "of_adapters"),
+    [
+        ("reference", {}, 16),
+        ("deepspeed", {"zero_stage": 3, "num_ranks": 2}, (2 + 4 + 12) / 2),
+        ("megatron", {"num_ranks": 4, "expert_parallel": 4}, 16 / 4),
+        ("megatron", {"num_ranks": 8, "expert_parallel": 4}, (8 + 8 / 2) / 4),
+        ("megatron", {"num_ranks": 8, "expert_parallel": 4, "distributed_optimizer": False}, 16 / 4),
+        ("megatron", {"num_ranks": 4, "expert_parallel": 2, "pipeline_parallel": 2}, 16 / 4),
+    ],
+)
+def test_adapters_of_experts_lie_where_their_experts_do(backend, keys, of_adapters):
+    """Rank 8 on all three matrices of 128 experts in each of the 48 layers of Qwen3-30B-A3B."""
+    config = with_values(config_of(backend, **keys), {"lora.rank": 8, "lora.targets": ("experts",)})
+    shape, number = shape_of(CONFIGS["Qwen3-30B-A3B"]), 48 * 128 * 3 * 8 * (2048 + 768)
+    frozen = 2 * shape.on_rank(ParallelLayout.of(config.trainer), 0).total / (2 if backend == "deepspeed" else 1)
+    rank, *_ = plan_memory(config, shape)
+    assert rank.parameters + rank.gradients + rank.optimizer == pytest.approx(frozen + of_adapters * number, rel=1e-6)
+    weights = 2 * shape.num_parameters // config.generation.tensor_parallel
+    for each in (config, with_values(config, {"lora.rank": 5})):
+        assert plan_engine(each, shape).weights == weights + 2 * number, "vLLM has room for 8"
+
+
 def test_a_base_in_four_bits_is_counted_as_it_is_packed():
     """7.0 of the 7.6 billion numbers of Qwen2.5-7B stand in attention and MLP."""
     plain = with_values(config_of("reference"), {"lora.rank": 8, "weights.form": "merged"})

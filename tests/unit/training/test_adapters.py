@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from rlhpc.config.rules import with_values
 from rlhpc.config.tables_algorithm import LoraConfig
@@ -183,15 +184,6 @@ def test_a_target_that_is_no_layer_is_refused_with_the_nearest(adapted, targets,
         layers_of(adapted[0], targets)
     with pytest.raises(ConfigError, match=re.escape(said)):
         open_backend(tiny_config(adapted[0], lora={"rank": 2, "targets": targets}), RankContext())
-
-
-def test_experts_and_their_router_have_no_adapter(tmp_path):
-    model = make_tiny_checkpoint(tmp_path, family="qwen3_moe", hidden=32, tied=False)
-    assert all("self_attn" in name for name in layers_of(model, ["attention"]))
-    reason = r" \(experts of a mixture have no adapters\)"
-    for target, why in (("gate", ""), ("mlp", reason), ("experts", reason), ("down_proj", reason)):
-        with pytest.raises(ConfigError, match=f"no layer of the model is '{target}'{why}; legal: "):
-            layers_of(model, [target])
 
 
 def test_adapters_begin_as_the_base_and_the_same_in_every_process(adapted):
@@ -371,3 +363,78 @@ def test_adapters_that_vllm_does_not_hold_are_refused_unless_they_are_merged(
         return
     with pytest.raises(ConfigError, match=f"{re.escape(complaint)}.* weights.form='merged'"):
         refuse_unserved_adapters(config, ["lm_head"], model, device=device)
+
+
+# ------------------------------------------------------------------------------------------------------------- experts
+
+OF_EXPERTS = {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts"]}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("mixture"), family="qwen3_moe", hidden=32, tied=False)
+
+
+def test_experts_are_layers_of_a_role_of_their_own_and_their_router_is_none(mixture):
+    assert all("self_attn" in name for name in layers_of(mixture, ["attention"]))
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+        for layer in range(2)
+        for expert in range(8)
+        for part in ("gate", "up", "down")
+    ]
+    assert layers_of(mixture, ["experts"]) == layers_of(mixture, ["gate_proj", "up_proj", "down_proj"]) == names
+    assert layers_of(mixture, ["down_proj"]) == names[2::3]
+    for target in ("gate", "mlp"):
+        with pytest.raises(ConfigError, match=f"no layer of the model is '{target}'.*; legal: attention, experts, "):
+            layers_of(mixture, [target])
+    said = f"{names[0]} has no adapter, and others of its layer have; legal: 'experts', or 'gate_proj'"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        layers_of(mixture, [names[3]])
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")  # they match parameters
+@pytest.mark.parametrize("targets", [["attention", "experts"], ["down_proj"]])
+def test_peft_loads_the_exported_adapter_of_experts(mixture, targets, tmp_path):
+    lora = OF_EXPERTS | {"targets": targets}
+    backend = open_backend(tiny_config(mixture, lora=lora), RankContext())
+    train_once(backend)
+    backend.save(tmp_path / "state" / "trainer").result()
+    (sample,) = draw_samples((24,))
+    found = backend.logprobs([pack_row([sample])])[0]
+    backend.close()
+    export_adapter(tmp_path / "state", mixture, tmp_path / "adapter")
+    export_hf(tmp_path / "state", mixture, tmp_path / "merged")
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    plain = hf_logprobs(base, sample, 1.0).detach()
+    wrapped = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for hf in (wrapped, merged):
+        with torch.no_grad():
+            torch.testing.assert_close(found, hf_logprobs(hf, sample, 1.0), atol=1e-5, rtol=0)
+    assert (found - plain).abs().max() > 1e-3
+    again = open_backend(tiny_config(mixture, lora=lora | {"initial": tmp_path / "adapter"}), RankContext())
+    assert torch.equal(again.logprobs([pack_row([sample])])[0], found)
+    again.close()
+
+
+def test_an_adapter_of_experts_that_peft_would_scale_wrongly_is_not_written(mixture, tmp_path):
+    backend = open_backend(tiny_config(mixture, lora=OF_EXPERTS | {"rslora": True}), RankContext())
+    backend.save(tmp_path / "state").result()
+    backend.close()
+    with pytest.raises(CheckpointError, match=r"lora.rslora=true: PEFT .* legal: an export without --adapter"):
+        export_adapter(tmp_path / "state", mixture, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_experts_that_are_computed_in_another_way_are_refused(mixture, monkeypatch):
+    made = Qwen3MoeExperts.__init__
+
+    def interleaved(experts: Any, *given: Any, **options: Any) -> None:
+        made(experts, *given, **options)
+        experts.is_concatenated = False
+
+    monkeypatch.setattr(Qwen3MoeExperts, "__init__", interleaved)
+    with pytest.raises(ConfigError, match=r"lora.targets=.*Qwen3MoeExperts computes .* legal: other lora.targets"):
+        open_backend(tiny_config(mixture, lora=OF_EXPERTS), RankContext())

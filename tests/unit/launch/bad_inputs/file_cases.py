@@ -146,7 +146,7 @@ MODEL = (
     case("no weights", model_file("model.safetensors", None), "model'", "*.safetensors missing"),
     case("weights of PyTorch's own format", _pytorch, "model'", "pytorch_model.bin", "save_pretrained"),
     case("adapters of layers that are not there", key("lora.rank", 8, lora__targets=["q_prjo"]), "lora.targets=", "no layer of the model is 'q_prjo' (did you mean q_proj?)", "legal: attention, mlp, output"),
-    case("adapters of experts that are not there", key("lora.rank", 8, lora__targets=["attention", "experts"]), "no layer of the model is 'experts'"),
+    case("adapters of experts that are not there", key("lora.rank", 8, lora__targets=["attention", "experts"]), "no layer of the model is 'experts'", "legal: attention, mlp, output"),
     case("an adapter that is not there", key("lora.rank", 8, lora__initial="nowhere"), "lora.initial=", "nowhere'", "there is no adapter_config.json in it"),
     case("a stage without adapters", key("lora.rank", 8, lora__targets=["output"], trainer__backend="megatron", trainer__num_ranks=2, trainer__pipeline_parallel=2), "trainer.pipeline_parallel=2 with lora.targets=['output']", "would have nothing to train", "legal: pipeline_parallel=1"),
     case("a merged head that is the embedding", key("lora.rank", 8, lora__targets=["output"], weights__form="merged"), "weights.form='merged'", "legal: weights.form='adapter', or other lora.targets"),

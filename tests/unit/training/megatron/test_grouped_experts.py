@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlhpc.training.layer_functions import grouped_linear, has_grouped_kernel
 from rlhpc.training.megatron.backend import close_groups
-from rlhpc.training.megatron.model_config import GroupedExperts, grouped_linear, has_grouped_kernel
+from rlhpc.training.megatron.model_config import GroupedExperts
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.contracts.trainer_scenarios import STEP, take_steps, train, weights_of
 from tests.tiny_models import make_tiny_checkpoint
@@ -195,6 +196,17 @@ CASES: dict[str, dict[str, Any]] = {
     "experts shared out": {"expert_parallel": 2, "dtype": "float32"},
     "gradients summed while others are computed": {"overlap_grad_reduce": True, "dtype": "bfloat16"},
     "layers computed anew": {"recompute_activations": "full", "dtype": "float32"},
+    "with adapters": {
+        "expert_parallel": 2,
+        "dtype": "float32",
+        "lora": {"rank": 8, "targets": ["experts"]},
+        "form": "merged",
+    },
+    "with adapters of an odd rank": {
+        "dtype": "float32",
+        "lora": {"rank": 3, "targets": ["up_proj", "down_proj"]},
+        "form": "merged",
+    },
 }
 
 
