@@ -1,4 +1,4 @@
-"""`rlhpc.submit`: what `rlhpc submit` does, from Python."""
+"""The Python API of runs: start, run, check, evaluate, compare, export, submit."""
 
 from __future__ import annotations
 
@@ -56,15 +56,14 @@ from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError, RlhpcError, RoleFail
 
 # ---------------------------------------------------------------------------------------------------------------- local
 #
-# `rlhpc.start`, `run`, `check`, `evaluate`, `compare`, `export`: what commands do on this machine, from Python.
+# `rlhpc.start`, `run`, `check`, `evaluate`, `compare`, `export`: the commands on this machine, from Python.
 #
-# Input: files and words as on the command line.  A run and a check are processes of their own, so that whatever this
-# interpreter has loaded, threads, an event loop and CUDA included, does not matter; an evaluation is judged here, and
-# its engines are processes.
+# Input: files and words as on the command line.  A run and a check are separate processes, so that libraries, threads,
+# an event loop and CUDA of this interpreter do not matter; an evaluation is judged here, and its engines are processes.
 
 _LONGEST_REASON = 50  # lines
 _BY_A_SIGNAL = re.compile(r"\bSIG[A-Z]+ asks the run")
-_SAYS = "rlhpc: "  # what begins an error, and whatever else interrupts the line of progress
+_SAYS = "rlhpc: "  # prefix of errors, and of other messages that interrupt the line of progress
 
 
 class StartedRun:
@@ -80,13 +79,13 @@ class StartedRun:
         return f"StartedRun({self.run!r}{', ended' if self.done() else ''})"
 
     def done(self) -> bool:
-        """Whether it has ended, complete or not."""
+        """True if the run has ended, complete or not."""
         return self._command.done()
 
     def wait(self) -> Run:
-        """Wait for the end; the run, complete or stopped.  An interrupt ends the waiting and not the run.
+        """Wait for the end; return the run, complete or stopped.  An interrupt ends the wait and not the run.
 
-        Raises ConfigError for settings; RoleFailed: it did not end well; both with the reason that `rlhpc run` prints.
+        Raises ConfigError for settings; RoleFailed if the run failed; both with the reason that `rlhpc run` prints.
         """
         status = self._command.wait()
         if status not in (0, *(_OF_A_STOP if self._is_asked else ())):
@@ -94,23 +93,23 @@ class StartedRun:
         return self.run
 
     def stop(self, *, now: bool = False) -> Run:
-        """Finish the step, save, and end it, as `rlhpc stop` does; returns when it has ended.  now: end at once."""
+        """Finish the step, save, and end the run, as `rlhpc stop` does; return when it has ended.  now: end at once."""
         self._is_asked = True
         self._command.is_asked_here = True
         self._command.send(signal.SIGINT if now else signal.SIGTERM)
         return self.wait()
 
 
-# Of a run that a signal has ended before it had begun: its own status, or that of Python while it loads.
+# Statuses of a run that a signal has ended before it began: its own, or Python's while it loads.
 _OF_A_STOP = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
 
 
 class _Command:
-    """`rlhpc NAME …` as a process that Ctrl-C does not reach; a thread tells what it prints, and keeps its errors."""
+    """`rlhpc NAME …` as a process that Ctrl-C does not reach; a thread passes its output on, and keeps its errors."""
 
     def __init__(self, words: Sequence[str], tell: Tell | None) -> None:
         self._name, self._tell = words[0], tell or say_nothing
-        self.is_asked_here = False  # to stop, by a method of this session
+        self.is_asked_here = False  # this session has asked it to stop
         self._reason = deque[str](maxlen=_LONGEST_REASON)
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  _read_output closes it
         self._process = subprocess.Popen(
@@ -125,14 +124,14 @@ class _Command:
         )
         self.printed = list[str]()
         """Lines of its standard output, once it has ended."""
-        self._has_ended = threading.Event()  # Python 3.11 takes a thread whose join was interrupted for ended
+        self._has_ended = threading.Event()  # Python 3.11 believes that a thread whose join was interrupted has ended
         threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True).start()
 
     def done(self) -> bool:
         return self._has_ended.is_set()
 
     def wait(self) -> int:
-        """Returns the exit status."""
+        """Wait for the end; returns the exit status."""
         self._has_ended.wait()
         return self._process.wait()
 
@@ -140,20 +139,20 @@ class _Command:
         self._process.send_signal(number)
 
     def error(self, arguments: Mapping[str, Parameter]) -> ConfigError | RoleFailed:
-        """Why it failed, as it has printed it; arguments: that its options have here."""
+        """Error with the printed reason; arguments: Python arguments of the command's options."""
         reason = in_python("\n".join(self._reason).removeprefix(_SAYS), arguments)
         if self._process.returncode == EXIT_CONFIG:
             return ConfigError(reason)
         return RoleFailed(f"`rlhpc {self._name}` has ended with status {self._process.returncode}: {reason}")
 
     def _listen(self, errors: IO[str]) -> None:
-        """Pass lines to `tell`, in a thread: what it raises is reported by Python and ends only this thread."""
+        """Pass lines to `tell`, in a thread: its exceptions are reported by Python and end only this thread."""
         heard = chain(map(self._kept, errors), self._read_output())
         try:
             for line in heard:
                 self._tell(_of_this_session(line) if self.is_asked_here else line)
         finally:
-            for _ in heard:  # the process must not wait for a reader
+            for _ in heard:  # read on, or the process would block
                 pass
             errors.close()
             self._has_ended.set()
@@ -173,7 +172,7 @@ class _Command:
 
 
 def _of_this_session(line: str) -> str:
-    """What a run says of its stop, in the words of Python; no terminal is there for a Ctrl-C."""
+    """A run's line about its stop, in terms of Python: there is no terminal for a Ctrl-C."""
     return _BY_A_SIGNAL.sub("stop() asks the run", line).replace(SOONER, "")
 
 
@@ -182,7 +181,7 @@ def _without_end(line: str) -> str:
 
 
 def _refuse_at_once(config: Config, *, begins: bool) -> None:
-    """Raise what `rlhpc run` would, as far as it takes no reading.  begins: neither goes on nor starts over."""
+    """Raise errors of `rlhpc run` that are found without reading files.  begins: neither --resume nor --fresh."""
     try:
         if begins:
             refuse_taken_directory(RunLayout(config.run_directory), resume=False, fresh=False)
@@ -203,12 +202,12 @@ def start(
     fresh: bool = False,
     tell: Tell | None = None,
 ) -> StartedRun:
-    """Begin a run on this machine and return at once; it goes on when this Python ends.
+    """Begin a run on this machine and return at once; the run outlives this Python.
 
     config: a run file, or the result of `rlhpc.config.file.load_config`, which is written beside the run directory.
     overrides: ["section.key=value"] or {"section.key": value}.  tell: called, in a thread of its own, with the lines
-    that `rlhpc run` prints.  Raises ConfigError for settings, for a directory that is taken, and for model or data
-    that is not there; what else is wrong, `wait` raises.
+    that `rlhpc run` prints.  Raises ConfigError for settings, a directory that is taken, and a missing model or
+    dataset; `wait` raises other errors.
     """
     refuse_both(resume=resume, fresh=fresh)
     known = settings_of(config, overrides)
@@ -227,7 +226,7 @@ def run(
     fresh: bool = False,
     tell: Tell | None = None,
 ) -> Run:
-    """Do a run on this machine, to its end; returns it, also where it was stopped.
+    """Do a run on this machine, to its end; returns it, also if it was stopped.
 
     Arguments as of `start`.  KeyboardInterrupt ends the run as Ctrl-C ends the command, and is raised again; a run
     whose Python is killed goes on.
@@ -248,8 +247,8 @@ def check(
 ) -> list[str]:
     """Look for mistakes in a run file, as `rlhpc check` does; returns the warnings.
 
-    site: file of the cluster that it is meant for; None: this machine.  tell: called with the lines that the command
-    prints.  Raises ConfigError for what is illegal.
+    site: site file of the target cluster; None: this machine.  tell: called with the lines that the command prints.
+    Raises ConfigError.
     """
     known = settings_of(config, overrides)
     with tempfile.TemporaryDirectory(prefix="rlhpc-check-") as place:
@@ -282,9 +281,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Sample a dataset with a model and return its figures, as `rlhpc evaluate --json` prints them.
 
-    model: HF checkpoint, run directory, or a checkpoint in one.  run: run file or directory whose settings an HF
-    checkpoint is evaluated with.  step: of a run; default: the newest.  out: directory of the samples, for `compare`.
-    Called again, it draws only what is missing.  Raises what the command does: ConfigError, CheckpointError, DataError.
+    model: HF checkpoint, run directory, or a checkpoint in one.  run: run file or directory with the settings for an HF
+    checkpoint.  step: of a run; default: the newest.  out: directory of the samples, for `compare`.
+    Called again, it draws only missing samples.  Raises ConfigError, CheckpointError, DataError.
     """
     target = find_target(without_dots(Path(model)), step)
     if run is not None:
@@ -319,7 +318,7 @@ def export(
     dtype: str | None = None,
     tell: Tell | None = None,
 ) -> Path:
-    """Write the trained model of a run as an HF checkpoint, as `rlhpc export` does; returns where.
+    """Write the trained model of a run as an HF checkpoint, as `rlhpc export` does; returns its directory.
 
     step: a checkpoint; default: the newest sound one.  ema: the moving average of its weights.  adapter: the adapters
     alone, as PEFT loads them.  dtype: "float32" or "bfloat16"; default: that of the model at model.path, of adapters
@@ -341,15 +340,15 @@ def export(
 #
 # A submitted run as submitit's Job: `state`, `done`, `wait`, `result`, `cancel`, `stdout`.
 #
-# Input: a run directory with jobs.  The state is that of the job that hosts the controller, the newest if there are
-# several in succession.  `result` is the run's summary.json; nothing is unpickled for it.
+# Input: a run directory with jobs.  The state is that of the controller's job, the newest if there are several in
+# succession.  `result` is the run's summary.json; nothing is unpickled for it.
 
 
 class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
     """The jobs of one run, as one job.  Any process can create it from the run directory at any time."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises RunDirectoryError: no job of a controller is recorded there."""
+        """Raises RunDirectoryError if no job of a controller is recorded in the directory."""
         self._layout = RunLayout(Path(directory))
         super().__init__(self._layout.logs / "slurm", str(self._newest().job_id))
 
@@ -376,14 +375,14 @@ class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
         return bool(self.watcher.is_done(str(job_id), mode="force" if force_check else "standard"))
 
     def results(self) -> list[dict[str, Any]]:
-        """[summary], once all is over.  Raises what `exception` returns."""
+        """[summary], once the run is over.  Raises the result of `exception`."""
         error = self.exception()
         if error is not None:
             raise error
         return [self.run.summary or {}]
 
     def exception(self) -> UncompletedJobError | FailedJobError | None:
-        """Waits; None if the run is complete, else why it is not."""
+        """Wait for the end; return None if the run is complete, else the error."""
         self.wait()
         if self.run.summary is not None:
             return None
@@ -404,7 +403,7 @@ class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
         self.watcher.look_soon(str(self._newest().job_id))
 
     def stdout(self) -> str | None:
-        """The batch log of the controller's job, over all requeues; None: it has not begun."""
+        """The batch log of the controller's job, over all requeues; None if it has not begun."""
         record = self._newest()
         path = self._layout.logs / "slurm" / f"{record.name}-{record.job_id}.log"
         return path.read_text(errors="replace") if path.exists() else None
@@ -450,7 +449,7 @@ def submit(
 
 # -------------------------------------------------------------------------------------------------------------   init
 #
-# The Python API: what `import rlhpc` loads on first use (rlhpc/__init__.py), and the classes of what it returns.
+# The Python API: names that `import rlhpc` loads on first use (rlhpc/__init__.py), and the classes of their results.
 #
 # Small on purpose: everything in it keeps its names and meanings (docs/python.md).
 

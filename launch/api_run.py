@@ -1,7 +1,7 @@
 """A run directory as an object: figures, rollouts, checkpoints, evaluations.
 
-Input: a run directory, also of a running run.  Output: arrays and frames.  Nothing is cached: each call reads what is
-on disk at that moment.  `stop` ends the run.
+Input: a run directory, also of a running run.  Output: arrays and frames.  Nothing is cached: each call reads the disk.
+`stop` ends the run.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from rlhpc.training.checkpoint_directory import policy_version_of
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 #
-# Turn arguments of the Python API into those of the commands, and the errors of commands into Python's words.
+# Convert arguments of the Python API to those of commands, and options in errors of commands to Python arguments.
 #
 # run file or Config, overrides as texts or a dict   →   Config, run file, words of a command
-# the import path of this session                    →   PYTHONPATH of what it starts
+# the import path of this session                    →   PYTHONPATH of its processes
 # "use --resume to continue it"                      →   "use resume=True to continue it"
 
 Overrides = Sequence[str] | Mapping[str, Any]  # ["run.name=x"] or {"run.name": "x"}
@@ -53,11 +53,11 @@ _OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(?: (?P<value>'[^']*'|\S+?)(?=[;:
 
 
 def say_nothing(line: str) -> None:
-    """A `tell` for whoever has given none."""
+    """Default `tell`: drop the line."""
 
 
 def words_of(overrides: Overrides) -> list[str]:
-    """Overrides as a command takes them, "section.key=value".  Raises ConfigError: neither texts nor a dict."""
+    """Overrides in the form of commands, "section.key=value".  Raises ConfigError: neither texts nor a dict."""
     if isinstance(overrides, str | bytes) or not isinstance(overrides, Sequence | Mapping):
         raise ConfigError(f"overrides={overrides!r}: legal: a list of texts such as {_FORMS}")
     if not isinstance(overrides, Mapping):
@@ -69,7 +69,7 @@ def words_of(overrides: Overrides) -> list[str]:
 
 
 def _by_key(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict of sections, {"run": {"name": "x"}}, as one of keys."""
+    """Flatten a dict of sections, {"run": {"name": "x"}}, to one of keys."""
     found: dict[str, Any] = {}
     for key, value in overrides.items():
         is_section = isinstance(value, Mapping) and "." not in str(key)
@@ -85,7 +85,7 @@ def _word(key: object, value: object) -> str:
 
 
 def settings_of(config: str | Path | Config, overrides: Overrides = ()) -> Config:
-    """Settings from a run file, or from what load_config has returned, and overrides.  Raises ConfigError."""
+    """Settings from a run file or a Config, and overrides.  Raises ConfigError."""
     words = words_of(overrides)
     if isinstance(config, Config):
         return settled(_said(config), words, "config", "overrides") if words else config
@@ -98,9 +98,9 @@ def settings_of(config: str | Path | Config, overrides: Overrides = ()) -> Confi
 
 
 def command_words(config: str | Path | Config, overrides: Overrides, known: Config, file: Path) -> list[str]:
-    """Run file and overrides as a command takes them.
+    """Run file and overrides as words of a command.
 
-    known: what settings_of returns for both.  file: written for a Config, which has none.
+    known: result of settings_of for both.  file: written for a Config, which has none.
     """
     if not isinstance(config, Config):
         return [str(config), *words_of(overrides)]
@@ -111,12 +111,12 @@ def command_words(config: str | Path | Config, overrides: Overrides, known: Conf
 
 
 def _said(config: Config) -> dict[str, Any]:
-    """Tables with the keys that somebody has set: a rule may refuse others, which would have no effect."""
+    """Tables with only the keys that were set: a rule may refuse others, which would have no effect."""
     return config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
 
 
 def refuse_both(*, resume: bool, fresh: bool) -> None:
-    """Raises ConfigError: a run cannot go on and start over."""
+    """Raise ConfigError for both resume and fresh."""
     if resume and fresh:
         raise ConfigError("resume=True and fresh=True: legal: one of them")
 
@@ -125,12 +125,12 @@ def refuse_both(*, resume: bool, fresh: bool) -> None:
 
 
 def import_path() -> str:
-    """PYTHONPATH for another process: directories that this session searches and a new interpreter would not."""
+    """PYTHONPATH for another process: this session's directories that a new interpreter would not search."""
     given = {_absolute(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     places = sysconfig.get_paths()
     installed = {*places.values(), *site.getsitepackages(), site.getusersitepackages()}
     installed |= {f"{places['platstdlib']}/lib-dynload", str(Path(__file__).parents[1])}
-    found = dict.fromkeys(map(_absolute, sys.path))  # of a notebook the first is "": the current directory
+    found = dict.fromkeys(map(_absolute, sys.path))  # in a notebook the first is "": the current directory
     own = (entry for entry in found if entry in given or (entry not in installed and Path(entry).is_dir()))
     return os.pathsep.join(own)
 
@@ -141,7 +141,7 @@ def _absolute(entry: str) -> str:
 
 @contextmanager
 def import_path_exported() -> Iterator[None]:
-    """Jobs that are submitted meanwhile find the modules that this session finds: sbatch passes its environment on."""
+    """Set PYTHONPATH during the block, so that submitted jobs find this session's modules: sbatch passes it on."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = import_path()
     try:
@@ -157,9 +157,9 @@ def import_path_exported() -> Iterator[None]:
 
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function; what its errors call an option of a command is the argument of that name.
+    """Wrap a function: options of commands in its errors become Python arguments.
 
-    Commands between backticks are left as they are: they are to be typed.
+    Commands between backticks are not changed: they are to be typed.
     """
     arguments = signature(function).parameters
 
@@ -175,7 +175,7 @@ def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_python(text: str, arguments: Mapping[str, Parameter]) -> str:
-    """Options as arguments: --fresh as fresh=True, --samples 0 as samples=0."""
+    """Replace options by arguments: --fresh by fresh=True, --samples 0 by samples=0."""
 
     def argument(option: re.Match[str]) -> str:
         name, value = option["name"].replace("-", "_"), option["value"]
@@ -202,10 +202,10 @@ class Checkpoint:
 
 
 class Run:
-    """One run, by its directory: `Run("runs/first")`, or `Run.load("runs/first")`."""
+    """A run, by its directory: `Run("runs/first")`, or `Run.load("runs/first")`."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises RunDirectoryError: no run is in this directory."""
+        """Raises RunDirectoryError if there is no run in this directory."""
         self._layout = RunLayout(without_dots(Path(directory)))
         self._planned: Config | None = None
         self._layout.require_run()
@@ -217,7 +217,7 @@ class Run:
 
     @classmethod
     def _to_begin(cls, config: Config) -> Run:
-        """One whose directory may not be there yet."""
+        """Run whose directory may not exist yet."""
         made = cls.__new__(cls)
         made._layout, made._planned = RunLayout(config.run_directory), config
         return made
@@ -227,7 +227,7 @@ class Run:
 
     @property
     def _view(self) -> RunView:
-        """Another look."""
+        """Read the run directory."""
         return RunView(self._layout)
 
     @property
@@ -271,7 +271,7 @@ class Run:
 
     @property
     def phase(self) -> str:
-        """ "complete", or the last phase of its controller: "training", "stopped", …; "new": it has not begun."""
+        """ "complete", or the last phase of the controller: "training", "stopped", …; "new" before it begins."""
         return "complete" if self.summary is not None else str(self.status.get("phase", "new"))
 
     @property
@@ -298,9 +298,9 @@ class Run:
     def stop(self, *, now: bool = False, tell: Tell | None = None) -> None:
         """Finish the step, save, and end the run, on this machine or in Slurm; returns when it has ended.
 
-        now: do not finish the step.  tell: called with the lines that `rlhpc stop` prints.  One that does not run is
-        left as it is.  Raises RoleFailed: steps were lost; RunDirectoryError: it cannot be asked from this machine;
-        SlurmError: Slurm does not answer; KeyboardInterrupt: the run was asked, and ends by itself.
+        now: do not finish the step.  tell: called with the lines that `rlhpc stop` prints.  Does nothing if the run
+        does not run.  Raises RoleFailed: steps were lost; RunDirectoryError: it cannot be stopped from this machine;
+        SlurmError: Slurm does not answer; KeyboardInterrupt: the request was made, and the run ends by itself.
         """
         said: list[str] = []
 
@@ -329,8 +329,8 @@ class Run:
     ) -> Iterator[SeenRollout]:
         """Yield every selected rollout that is on disk, as `rlhpc rollouts` shows them.
 
-        steps: first and last.  grep: a regular expression.  tell: called with a line for what cannot be shown.
-        Raises ConfigError: grep without a tokenizer, or an invalid selection.
+        steps: first and last.  grep: a regular expression.  tell: called with a line about rollouts that cannot be
+        shown.  Raises ConfigError: grep without a tokenizer, or an invalid selection.
         """
         pair = None if steps is None else _pair_of(steps)
         for name, bound in (("min_reward", min_reward), ("max_reward", max_reward)):
@@ -350,14 +350,14 @@ class Run:
     def metrics_frame(self, library: Literal["pandas", "polars"] = "pandas", *patterns: str) -> Any:
         """The metrics as a frame, one row per step: `step`, `unix_time_s`, all metrics including those of evaluations.
 
-        patterns: of names, such as "reward/*"; default: all.  The same as `rlhpc metrics` writes.
+        patterns: of names, such as "reward/*"; default: all.  The same table as of `rlhpc metrics`.
         Raises ConfigError: no metrics yet, a pattern matches none, the library is not installed; OSError.
         """
         return _frame(library, self._view.metric_table(patterns).columns)
 
 
 def _pair_of(steps: object) -> tuple[int, int]:
-    """A first and a last step, of a tuple or a list.  Raises ConfigError."""
+    """First and last step, from a tuple or a list.  Raises ConfigError."""
     match steps:
         case [int(first), int(last)] if first <= last:
             return first, last
@@ -369,14 +369,14 @@ def _is_number(value: object) -> bool:
 
 
 class _Figures(dict[str, Curve]):
-    """Curves by name, of which one that is not there is answered with those that may be meant."""
+    """Curves by name; the KeyError of a missing name suggests similar ones."""
 
     def __missing__(self, name: str) -> Curve:
         raise KeyError(f"{name!r}: not a metric of this run{hint(name, list(self))}")
 
 
 def _frame(library: str, columns: Callable[[], Mapping[str, list[Any]]]) -> Any:
-    """columns: called once the library is known to be installed."""
+    """Make a frame; columns: called once the library is known to be installed."""
     if library not in ("pandas", "polars"):
         raise ConfigError(f"library={library!r}; legal: pandas, polars")
     return optional_module(library, "frames").DataFrame(columns())
@@ -392,7 +392,7 @@ def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in (*_FRAME, *parts)}
 
 
-# Columns that are fields of a rollout, and those that are not as they stand there.
+# Columns that are fields of a rollout, and those that are derived from fields.
 _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
     **{
         name: attrgetter(name)

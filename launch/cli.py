@@ -41,20 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RlhpcError as error:
         say_or_lose(f"rlhpc: {escaped(str(error))}")
         return EXIT_CONFIG
-    except (OSError, UnicodeEncodeError) as error:  # no permission, a full disk, a name that cannot be said
+    except (OSError, UnicodeEncodeError) as error:  # no permission, a full disk, a name that cannot be printed
         return refused_by_the_system(error)
     except StopSignal as stop:
         say_or_lose(f"rlhpc: {stop}")
         return stop.status
     except KeyboardInterrupt as interrupt:
-        if interrupt.args:  # says what has been done so far
+        if interrupt.args:  # a line about the work so far
             say_or_lose(f"rlhpc: {escaped(str(interrupt))}")
         return EXIT_INTERRUPTED
     return status
 
 
 def command() -> int:
-    """Run one command as a process of its own: main, after which a signal cannot change the status of a run."""
+    """Entry point of the process: main(), after which signals cannot change the exit status."""
     status = main()
     if sys.argv[1:2] == ["run"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)

@@ -1,4 +1,4 @@
-"""Settings that are legal but bias the statistics of a run, with measured effects, or that nobody means.
+"""Settings that are legal but bias the statistics of a run, with measured effects, or that are hardly intended.
 
 Input: Config.  Output: lines of `rlhpc check`, those of `unusual` also of `run` and `submit`.  docs/algorithms.md has
 the tables of biases; a test compares.
@@ -17,7 +17,7 @@ _PROCESSES_PER_CORE = 8  # verifiers wait for programs and endpoints most of the
 
 
 def doubtful(config: Config, *, num_cores: int | None) -> list[str]:
-    """One line for each value that makes no sense beside another; num_cores: of this machine, if it runs here."""
+    """Lines about values that make no sense beside another; num_cores: of this machine, if the run is here."""
     admission, trainer, run = config.admission, config.trainer, config.run
     samples = admission.groups_per_step * admission.group_size
     found = []
@@ -38,7 +38,7 @@ def doubtful(config: Config, *, num_cores: int | None) -> list[str]:
 
 
 def _crowds(config: Config, num_cores: int) -> list[str]:
-    """Processes that one machine has no cores for."""
+    """Lines about processes that a machine has no cores for."""
     workers = config.rewards.num_replicas * config.rewards.workers_per_replica
     counts = {
         f"generation.num_replicas={config.generation.num_replicas}": config.generation.num_replicas,
@@ -53,7 +53,7 @@ def _crowds(config: Config, num_cores: int) -> list[str]:
 
 
 def biases(config: Config) -> list[str]:
-    """One line for each setting that biases what is learnt from."""
+    """Lines about settings that bias the training data."""
     admission, most, aggregation = config.admission, config.curriculum.max_group_size, config.algorithm.aggregation
     if most == "off" or aggregation == "prompt":
         return []
@@ -68,7 +68,7 @@ def biases(config: Config) -> list[str]:
 
 
 def unusual(config: Config) -> list[str]:
-    """One line, "key=value is unusual (usual: …): why", for each value that is far from those that people mean."""
+    """Lines "key=value is unusual (usual: …): why" about values far from the usual ones."""
     return [
         f"{name}={spelt(value)} is unusual (usual: {usual}): {usual.why}"
         for name, usual, value in _numbers(config)
@@ -77,7 +77,7 @@ def unusual(config: Config) -> list[str]:
 
 
 def _numbers(config: Config) -> Iterator[tuple[str, Usual, float]]:
-    """Yield each number that has usual values: its name with the place among several, these values, and itself."""
+    """Yield numbers that have usual values: name with index, usual values, value."""
     for place, table in tables_of(config):
         for key, field in type(table).model_fields.items():
             for usual in marks_of(field, Usual):

@@ -1,4 +1,4 @@
-"""Memory of the trainer's ranks, calculated: what a layout needs before any GPU is requested.
+"""Calculate the memory of the trainer's ranks for a layout, before any GPU is requested.
 
 Input: a Config and a ModelShape.  Output: RankMemory for every pipeline stage.  Pure, without torch, microseconds.
 These are formulas, and two constants at the top that are guesses.  On an H100 seven layouts of 0.35 billion parameters
@@ -13,11 +13,11 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     reference   4·Ψ master, 4·Ψ gradients, 8·Ψ moments, and b·Ψ of a copy below float32; every rank holds all.
     With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
     With a critic all of this but the reference twice; it is taken to be of the policy's size.
-    adapters    of [lora], φ numbers: b·Ψ frozen (divided by N in ZeRO stage 3), and for φ what stands above for Ψ in
-                float32, of DeepSpeed in model.dtype; Megatron's are not divided, but those of experts, as experts
-                are.  The reference is the frozen model.
-                With lora.quantization 0.516 bytes in place of b for attention and MLP, and one matrix unpacked.
-Activations and the head: memory_plan.py.
+    adapters    of [lora], φ numbers: b·Ψ frozen (divided by N in ZeRO stage 3), and for φ the terms above for Ψ in
+                float32, with DeepSpeed in model.dtype; Megatron's are not divided, except those of experts, which are
+                divided like experts.  The reference is the frozen model.
+                With lora.quantization 0.516 bytes instead of b for attention and MLP, and one matrix unpacked.
+Activations and the head: below.
 Host memory while a model is loaded: DeepSpeed has all Ψ on every rank in float32 and then in model.dtype too, before
 anything is cut; the reference has them in float32.  Megatron reads slices.  With adapters both have model.dtype alone.
 """
@@ -51,8 +51,8 @@ from rlhpc.weights.buckets import plan_buckets
 # Bytes that one packed row leaves on a rank between forward and backward, and while its tokens pass the head.
 #
 # Input: ModelShape, ParallelLayout and the relevant keys of [trainer].  Output: bytes.  Every number is an estimate: it
-# counts the tensors that autograd keeps (tests hold it to what autograd keeps on CPU), not what an allocator makes of
-# them, nor what kernels take for themselves.
+# counts the tensors that autograd keeps (tests compare it with autograd on CPU), not the allocator's overhead, nor
+# memory of kernels.
 #
 # The method is that of Korthikanti et al. 2022 (arXiv:2205.05198), §4, for one row of T tokens (batch 1), with these
 # differences: (1) SwiGLU instead of GeLU; (2) grouped-query attention; (3) flash attention: no term in T²; (4) no
@@ -70,7 +70,7 @@ from rlhpc.weights.buckets import plan_buckets
 # Of a mixture the SwiGLU term is b·(m·F_expert + H) for each token that is routed here, m = 6, with Megatron 4, plus
 # 12·E for the router.
 # Recompute "selective" keeps 2·b·(A + K)·D / t of attention in either case: little is gained unless rows are shared.
-# "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being computed anew.
+# "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being recomputed.
 # Matrices of experts lie side by side while a product of Megatron's (bfloat16) takes them: 2·b·H·F_expert·E of a rank.
 
 ROUTING_IMBALANCE = 1.5  # tokens of the fullest rank of experts over the mean; a guess, routing is not bounded
@@ -110,13 +110,13 @@ class RowMemory:
         return self.num_tokens * self.element_bytes * self.shape.hidden // self._norm_share
 
     def of_layer(self, layer: int) -> int:
-        """What one layer keeps of a row until its backward."""
+        """Bytes that one layer keeps of a row until its backward."""
         return self._layer_input if self.trainer.recompute_activations == "full" else self._layer(layer)
 
     def kept(self, stage: int, head: int = 0) -> int:
-        """Activations at the fullest moment of a pipeline stage: rows in flight, and the layer in work.
+        """Activations at the fullest moment of a pipeline stage: rows in flight, and the current layer.
 
-        head: bytes that the head has given back when a layer is computed anew; what the layer takes beyond them counts.
+        head: bytes that the head has freed when a layer is recomputed; only the layer's bytes beyond them count.
         """
         layers = layers_of_stage(self.layout, self.shape.num_layers, stage)
         row = sum(self.of_layer(layer) for layer in layers)
@@ -124,7 +124,7 @@ class RowMemory:
         return int(row * rows_in_flight(self.layout, stage)) + max(0, again - head) + max(map(self._gradients, layers))
 
     def _layer(self, layer: int) -> int:
-        """What one layer keeps of a row if nothing of it is computed anew but attention."""
+        """Bytes that one layer keeps of a row if at most attention is recomputed."""
         shape, b, t = self.shape, self.element_bytes, self.layout.tensor
         heads, key_heads = shape.num_heads * shape.head_size, shape.num_key_heads * shape.head_size
         norms = (2 * self._norm_bytes + 2 * b) * shape.hidden // self._norm_share
@@ -152,9 +152,9 @@ class RowMemory:
         return self.num_tokens / self._norm_share * self.shape.experts_per_token * imbalance
 
     def _gradients(self, layer: int) -> int:
-        """What lives at once inside one layer's backward: two whole rows of H; gradients of gate, up and product."""
+        """Bytes of gradients at once in one layer's backward: two whole rows of H; of gate, up and product."""
         shape, b = self.shape, self.element_bytes
-        residual = 2 * self.num_tokens * b * shape.hidden  # whole under sequence parallelism too: gathered for the MLP
+        residual = 2 * self.num_tokens * b * shape.hidden  # whole, also with sequence parallelism: gathered for the MLP
         if layer in shape.expert_layers:
             routed = int(self._num_routed * b * (3 * shape.expert_width + shape.hidden))
             return residual + routed + self._side_by_side
@@ -208,7 +208,7 @@ NF4_BYTES = (4 + (8 + 32 / 256) / 64) / 8  # of a number: 64 have a scale of 8 b
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank of a pipeline stage.  Resident are the first five; the moments after them never meet."""
+    """Bytes of one rank of a pipeline stage.  The first five are resident; the others never coincide."""
 
     stage: int
     parameters: int
@@ -222,36 +222,36 @@ class RankMemory:
     export: int  # buffers of the rank that sends new weights
     optimizer_scratch: int  # DeepSpeed's second copy of gradients
     is_on_gpu: bool
-    host_loading: int  # the whole model, before it is cut; gone before a checkpoint is written
-    host_optimizer: int  # what offload moves to host memory
+    host_loading: int  # the whole model, before sharding; freed before a checkpoint is written
+    host_optimizer: int  # moved to host memory by offload
     host_snapshot: int  # weights, moments and average, while a checkpoint is written
-    host_reference: int  # the reference's copy, where it lies there
-    host_average: int  # the same of the average
-    host_image: int  # the weights as they were sent, where only changes travel
+    host_reference: int  # the reference's copy, if in host memory
+    host_average: int  # the average, if in host memory
+    host_image: int  # the weights sent last, if only changes are sent
 
     @property
     def resident(self) -> int:
-        """There all the time."""
+        """Bytes that are always allocated."""
         return self.parameters + self.gradients + self.optimizer + self.buckets + self.reference + self.average
 
     @property
     def allowance(self) -> int:
-        """A guess at what no tensor accounts for."""
+        """Guess for memory outside of tensors."""
         return FIXED_ALLOWANCE + int(FRAGMENTATION * (self.resident + self.moment)) if self.is_on_gpu else 0
 
     @property
     def peak(self) -> int:
-        """The fullest moment: a row in work, the optimiser's step, or the export of weights."""
+        """Bytes at the fullest moment: a row, the optimiser's step, or the export of weights."""
         return self.resident + self.moment + self.allowance
 
     @property
     def moment(self) -> int:
-        """What comes on top at the fullest moment."""
+        """Bytes beyond `resident` at the fullest moment."""
         return max(self.activations + self.head, self.export, self.optimizer_scratch)
 
     @property
     def host(self) -> int:
-        """Host memory at its fullest moment, beyond what every process takes: loading, or training."""
+        """Host memory at the fullest moment, loading or training, without a process's own."""
         return max(self.host_loading, self.host_training)
 
     @property
@@ -276,13 +276,13 @@ class _ModelState:
 
 
 def plan_memory(config: Config, shape: ModelShape) -> tuple[RankMemory, ...]:
-    """One RankMemory per pipeline stage, first to last.  The layout must have passed ParallelLayout.refuse_unfit."""
+    """RankMemory of each pipeline stage, first to last.  The layout must have passed ParallelLayout.refuse_unfit."""
     layout = ParallelLayout.of(config.trainer)
     return tuple(_rank_memory(config, shape, layout, stage) for stage in range(layout.pipeline))
 
 
 def fullest(plan: tuple[RankMemory, ...]) -> RankMemory:
-    """The rank that needs most; the earliest stage of equals."""
+    """The rank that needs most; the earliest stage among equals."""
     return max(plan, key=lambda rank: rank.peak)
 
 
@@ -312,7 +312,7 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
         export=_export_bytes(config, shape) if stage == 0 else 0,
         optimizer_scratch=state.scratch,
         is_on_gpu=config.trainer.device != "cpu",
-        host_loading=state.host_loading + (num_models - 1) * state.host_optimizer,  # a critic is loaded after it
+        host_loading=state.host_loading + (num_models - 1) * state.host_optimizer,  # a critic is loaded second
         host_optimizer=num_models * state.host_optimizer,
         host_snapshot=num_models * 12 * state.num_owned + average,
         host_reference=reference if is_far else 0,
@@ -322,7 +322,7 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
 
 
 def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
-    """Bytes of every bucket that new weights travel in."""
+    """Bytes of every bucket of new weights."""
     if sends_adapters(config):
         return _adapter_bucket_sizes(shape, tuple(config.lora.targets), config.lora.rank, config.weights.bucket_bytes)
     return _bucket_sizes(shape, config.model.dtype, config.weights.bucket_bytes)
@@ -353,7 +353,7 @@ def _adapted(shape: ModelShape, targets: tuple[str, ...]) -> Mapping[str, tuple[
     return chosen_layers(LoraConfig(rank=1, targets=targets), matrices_of(shape.tensors))
 
 
-@cache  # a mixture has 20,000 tensors, and advice tries dozens of settings that leave the buckets as they are
+@cache  # a mixture has 20,000 tensors, and advice tries dozens of settings with the same buckets
 def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int, ...]:
     sizes = [prod(each) for each in shape.tensors.values()]
     ends = plan_buckets([TensorSpec("", dtype, (size,)) for size in sizes], bucket_bytes)
@@ -361,7 +361,7 @@ def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int
 
 
 def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameters) -> int:
-    """A copy of the forward pass's parameters, cut as they are; while they change places one tensor is there twice."""
+    """A copy of the forward pass's parameters, sharded alike; during a swap one tensor exists twice."""
     if not config.algorithm.kl_coefficient or config.lora.rank:
         return 0
     is_cut = config.trainer.backend == "deepspeed" and config.trainer.zero_stage == 3
@@ -369,28 +369,28 @@ def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameter
 
 
 def _image_bytes(config: Config, shape: ModelShape) -> int:
-    """What the rank that sends compares new weights with (rlhpc/weights/deltas.py); "auto" is NCCL on GPUs."""
+    """Image with which the sending rank compares new weights (rlhpc/weights/deltas.py); "auto" is NCCL on GPUs."""
     weights, b = config.weights, 4 if sends_adapters(config) else ELEMENT_BYTES[config.model.dtype]
     return b * shape.num_parameters if weights.sends_changes and weights.staging != "paused" and b == 2 else 0
 
 
 def _export_bytes(config: Config, shape: ModelShape) -> int:
-    """Two buckets that take turns and the largest tensor, on the rank that sends; where it comes in parts, they too."""
+    """Two alternating buckets and the largest tensor, on the sending rank; also its parts, if it is gathered."""
     trainer, buckets = config.trainer, bucket_sizes(config, shape)
     is_joined = trainer.tensor_parallel > 1 or (trainer.backend == "deepspeed" and trainer.zero_stage == 3)
     largest = ELEMENT_BYTES[config.model.dtype] * shape.largest_tensor * (2 if is_joined else 1)
     if sends_adapters(config):
         largest = 4 * num_adapter_parameters(config, shape) * is_joined
-    elif config.lora.rank:  # a sum in float32, of two that are
+    elif config.lora.rank:  # a sum of two float32 matrices
         largest += 8 * shape.largest_tensor
     return max(buckets[0::2], default=0) + max(buckets[1::2], default=0) + largest
 
 
 def _megatron(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:
-    """Offload moves the step to the host; the float32 master stays on the GPU too, as in megatron-core 0.16.1.
+    """State of Megatron.  Offload steps on the host; the float32 master stays on the GPU, too (megatron-core 0.16.1).
 
-    Masters and gradients are pinned there one by one, in blocks of torch's that are powers of two.  How Megatron fuses
-    and cuts tensors is not known here, so that each is counted twice, the bound; for Qwen2.5-7B it is 1.9 times.
+    Masters and gradients are pinned on the host one by one, in blocks of powers of two.  How Megatron fuses and cuts
+    tensors is not known here, so that each counts twice, the bound; for Qwen2.5-7B it is 1.9 times.
     """
     trainer, b = config.trainer, ELEMENT_BYTES[config.model.dtype]
     owned = held.total
@@ -415,10 +415,10 @@ def _deepspeed(config: Config, layout: ParallelLayout, held: RankParameters) -> 
     parameters = b * (share if stage == 3 else psi)
     parameters_on_host = parameters if trainer.parameter_offload else 0
     gradients = 4 * (share if stage >= 2 else psi)
-    gradients_on_host = gradients if stage >= 2 and trainer.optimizer_offload else 0  # they follow their optimiser
+    gradients_on_host = gradients if stage >= 2 and trainer.optimizer_offload else 0  # beside their optimiser
     state_on_host = 12 * share if trainer.optimizer_offload else 0
     on_host = state_on_host + gradients_on_host + parameters_on_host
-    beside_masters = 0 if b == 4 else max(b * psi, on_host)  # what is cast goes before what stays there comes
+    beside_masters = 0 if b == 4 else max(b * psi, on_host)  # cast parameters are freed before offloaded state is made
     bucket = min(psi, _ZERO_BUCKET)
     gathered = b * (min(psi, _ZERO_LIVE) if stage == 3 else bucket)
     return _ModelState(
@@ -434,7 +434,7 @@ def _deepspeed(config: Config, layout: ParallelLayout, held: RankParameters) -> 
 
 
 def _reference(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:
-    """Only rank 0 saves."""
+    """State of the reference backend, on which only rank 0 saves."""
     b = ELEMENT_BYTES[config.model.dtype]
     return _ModelState(
         parameters=0 if b == 4 else b * held.total,
@@ -446,9 +446,9 @@ def _reference(config: Config, layout: ParallelLayout, held: RankParameters) -> 
 
 
 def _beside_adapters(config: Config, shape: ModelShape, layout: ParallelLayout, stage: int) -> _ModelState:
-    """The frozen model once, and the state of its adapters, whole on every rank of Megatron and the reference.
+    """State with adapters: the frozen model once, and the adapters' state, not sharded by Megatron and reference.
 
-    But for experts': a rank of Megatron has those of its experts, and a distributed optimiser divides their state.
+    Experts' adapters are: a rank of Megatron has those of its experts, and a distributed optimiser divides their state.
     """
     trainer, b, held = config.trainer, ELEMENT_BYTES[config.model.dtype], shape.on_rank(layout, stage)
     shared, of_experts = _adapter_numbers(config, shape)
@@ -487,10 +487,10 @@ _STATES = {"megatron": _megatron, "deepspeed": _deepspeed, "reference": _referen
 
 # --------------------------------------------------------------------------------------------------------------- engine
 #
-# Memory of a generator's GPUs: the engine, and what a new version of the weights needs while it arrives.
+# Memory of a generator's GPUs: the engine, and staging of a new version of the weights.
 #
 # Input: a Config and a ModelShape.  Output: EngineMemory.  Pure, without torch.  Legend: Ψ parameters of the model, t
-# engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, larger where a single tensor is larger.
+# engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, larger if a single tensor is larger.
 #
 #   weights    b·Ψ / t; with adapters b·φ more, of the rank that vLLM has room for
 #   KV cache   given by generation.kv_cache_bytes; otherwise at least one sequence of the maximum length,
@@ -515,22 +515,22 @@ class EngineMemory:
 
     @property
     def engine(self) -> int:
-        """What vLLM counts as its own."""
+        """Bytes that vLLM counts as its own."""
         return self.weights + self.kv_cache + self.allowance
 
     @property
     def beside(self) -> int:
-        """What it does not know of."""
+        """Bytes that vLLM does not count."""
         return self.staging + STAGING_ALLOWANCE
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Sum of both."""
         return self.engine + self.beside
 
 
 def plan_engine(config: Config, shape: ModelShape) -> EngineMemory:
-    """What one GPU of a replica needs at least."""
+    """Least memory of one GPU of a replica."""
     generation, b = config.generation, ELEMENT_BYTES[config.model.dtype]
     tokens = generation.max_tokens
     return EngineMemory(
@@ -550,7 +550,7 @@ def _slot_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def least_cache_bytes(config: Config, shape: ModelShape) -> int:
-    """The smallest generation.kv_cache_bytes with which vLLM starts: whole blocks for one sequence, and a spare one."""
+    """The smallest generation.kv_cache_bytes with which vLLM starts: blocks for one sequence, and a spare one."""
     tokens = config.generation.max_tokens
     return _cache_bytes(config, shape, (-(-tokens // _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS)
 
@@ -573,9 +573,9 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def indivisible(shape: ModelShape, ranks: int) -> str:
-    """The size of config.json that vLLM cannot share out over so many ranks; "": there is none.
+    """Key of config.json whose size tensor_parallel does not divide; "" if all divide.
 
-    Heads and the width of MLPs are divided; of more ranks than key heads each has a copy of one, alike many.
+    Heads and the width of MLPs are split; with more ranks than key heads, key heads are copied to equally many ranks.
     """
     keys = shape.num_key_heads
     if shape.num_heads % ranks:
@@ -590,5 +590,5 @@ def indivisible(shape: ModelShape, ranks: int) -> str:
 
 
 def legal_ranks(shape: ModelShape) -> tuple[int, ...]:
-    """Every generation.tensor_parallel with which vLLM takes the model."""
+    """Every generation.tensor_parallel with which vLLM accepts the model."""
     return tuple(ranks for ranks in range(1, shape.num_heads + 1) if not indivisible(shape, ranks))

@@ -1,9 +1,9 @@
 """The memory report of `rlhpc check`: a table, and whether the layout fits the GPUs of a site.
 
-In this file: host memory; a trainer's rank; an engine; one GPU for all; what would fit; the report.
+In this file: host memory; a trainer's rank; an engine; one GPU for all; advice; the report.
 
 Input: a Config, a ModelShape and a site file.  Output: lines, or a ConfigError that names a change that would fit.
-Every number is an estimate (plan.py).
+Every number is an estimate (memory_plan.py).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from rlhpc.protocol.errors import ConfigError
 
 # --------------------------------------------------------------------------------------------------------- host verdict
 #
-# Whether the host memory that a trainer's task requests is enough for its rank, which Slurm would kill otherwise.
+# Check that the host memory requested for a trainer's task is enough for its rank, which Slurm would otherwise kill.
 #
-# Input: a Config, a ModelShape and a site file.  Output: lines, or a ConfigError.  An estimate (plan.py).
+# Input: a Config, a ModelShape and a site file.  Output: lines, or a ConfigError.  An estimate (memory_plan.py).
 
 
-# Guess: Python, torch and other libraries, the host's part of CUDA, buffers of NCCL and gloo, rows and weights on their
-# way.  Imports alone took 0.4 GiB of it with torch for CPU; nothing was measured with CUDA.
+# Guess: Python, torch and other libraries, the host's part of CUDA, buffers of NCCL and gloo, rows and weights in
+# transit.  Imports alone took 0.4 GiB with torch for CPU; nothing was measured with CUDA.
 PROCESS_ALLOWANCE = 8 * GIB
-_FEW = 4 * GIB  # of a plan: then most of what is needed is the guess
+_FEW = 4 * GIB  # of a plan: below it the guess dominates
 
 
 def judge_host(config: Config, shape: ModelShape, site: Site, source: Path) -> list[str]:
-    """A line, or none where little is needed and nothing said.
+    """A line, or "" if little is needed and no limit is set.
 
-    Raises ConfigError: trainer.memory_gib_per_gpu is too little for the rank that needs most, without the guess.
+    Raises ConfigError if trainer.memory_gib_per_gpu is too little for the fullest rank, even without the guess.
     """
     rank = max(plan_memory(config, shape), key=lambda each: each.host)
     need = (rank.host + PROCESS_ALLOWANCE) / GIB
@@ -82,10 +82,10 @@ def judge_host(config: Config, shape: ModelShape, site: Site, source: Path) -> l
 
 # ------------------------------------------------------------------------------------------------------ trainer verdict
 #
-# Whether a trainer rank that has its GPU to itself fits it; if not, which change of [trainer] would help.
+# Check that a trainer rank fits a GPU of its own; if not, advise a change of [trainer].
 #
 # Input: a Config, its model and a limit.  Output: nothing, or a ConfigError with one line of advice.  Tries the usual
-# changes in the usual order, with the formulas of plan.py, so that the advice is an estimate too.
+# changes in the usual order, with the formulas of memory_plan.py, so that the advice is an estimate, too.
 
 Change = dict[str, Any]  # key → value
 
@@ -117,9 +117,9 @@ def _layout_keys(config: Config) -> str:
 
 
 def advise(config: Config, model: Mapping[str, Any], shape: ModelShape, limit_gib: float) -> str:
-    """Say the first change of [trainer] that fits, cheapest first, in words that may follow `rlhpc check RUN.toml`.
+    """The first change of [trainer] that fits, cheapest first, as overrides behind `rlhpc check RUN.toml`.
 
-    limit_gib: memory of one GPU.  What a change does not need is left out of it.
+    limit_gib: memory of one GPU.  Keys that a change does not need are left out.
     """
 
     def need(change: Change) -> float:
@@ -138,7 +138,7 @@ def _would_fit(change: Change) -> str:
 
 
 def without_needless(change: Change, fits: Callable[[Change], bool]) -> Change:
-    """A change that fits, without the keys that it fits without."""
+    """A change that fits, reduced to the keys that it needs."""
     for key in list(change):
         fewer = {name: value for name, value in change.items() if name != key}
         change = fewer if fits(fewer) else change
@@ -149,12 +149,12 @@ _HARSH = ("trainer.token_budget", "trainer.optimizer_offload")
 
 
 def _trainer_changes(config: Config) -> Iterator[Change]:
-    """What one would try by hand: what costs little first, alone and then together; more GPUs after that."""
+    """Changes in the order of manual trials: cheap ones, alone and then together; then more GPUs."""
     cheap = list(cheap_changes(config))
     yield from cheap
     nothing, *together = itertools.accumulate(cheap, operator.or_, initial=Change())
     yield from together
-    # Beside more GPUs what costs little; half the tokens and an optimiser on the host only where nothing else helps.
+    # With more GPUs, cheap changes; half the tokens and an offloaded optimiser only if nothing else helps.
     everything = together[-1] if together else nothing
     gentle = {key: value for key, value in everything.items() if key not in _HARSH}
     wider = list(_wider(config))
@@ -164,7 +164,7 @@ def _trainer_changes(config: Config) -> Iterator[Change]:
 
 
 def cheap_changes(config: Config) -> Iterator[Change]:
-    """Changes on the same ranks, cheapest first; what is set already or legal nowhere here drops out."""
+    """Changes on the same ranks, cheapest first, without those already set or never legal here."""
     trainer = config.trainer
     longest = config.generation.max_tokens
     changes: tuple[Change, ...] = (
@@ -184,9 +184,9 @@ def cheap_changes(config: Config) -> Iterator[Change]:
 
 
 def _wider(config: Config) -> Iterator[Change]:
-    """Layouts with smaller parts: those that take fewest ranks first."""
+    """Layouts with smaller parts, fewest ranks first."""
     trainer = config.trainer
-    if trainer.backend in ("megatron", "reference"):  # the reference shares nothing out
+    if trainer.backend in ("megatron", "reference"):  # the reference backend does not shard
         other = {} if trainer.backend == "megatron" else {"backend": "megatron"}
         for change in sorted(_wider_megatron(config), key=lambda change: change["num_ranks"]):
             yield _of_trainer(other | change)
@@ -213,7 +213,7 @@ def _wider_megatron(config: Config) -> Iterator[Change]:
 
 
 def _legal(config: Config, change: Change, model: Mapping[str, Any]) -> Config | None:
-    """The run file with `change`, or None where a rule or the model forbids it."""
+    """The run file with `change`, or None if a rule or the model forbids it."""
     changed = with_values(config, change)
     if not obeys_rules(changed):
         return None
@@ -227,9 +227,9 @@ def _legal(config: Config, change: Change, model: Mapping[str, Any]) -> Config |
 
 # ------------------------------------------------------------------------------------------------------- engine verdict
 #
-# Whether an engine that has its GPUs to itself fits them, new weights included; if not, which change would help.
+# Check that an engine fits GPUs of its own, new weights included; if not, advise a change.
 #
-# Input: a Config, a ModelShape and the memory of a GPU.  Output: nothing, or a ConfigError.  An estimate (engine.py).
+# Input: a Config, a ModelShape and the memory of a GPU.  Output: nothing, or a ConfigError.  An estimate.
 
 BUCKETS = (256 << 20, 64 << 20)  # below, a broadcast is all latency
 SHARES = (0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -244,11 +244,11 @@ def refuse_engine(config: Config, shape: ModelShape, memory_gib: float, gpu: str
 
 
 def refuse_unfit_ranks(config: Config, model: Mapping[str, Any], shape: ModelShape | None) -> None:
-    """Raises ConfigError: vLLM cannot share the model, whose config.json this is, out over the GPUs of a replica."""
+    """Raise ConfigError if vLLM cannot split the model over the GPUs of a replica; model: config.json."""
     ranks, heads = config.generation.tensor_parallel, int(model.get("num_attention_heads") or 0)
     if shape is not None:
         size, legal = indivisible(shape, ranks), legal_ranks(shape)
-    else:  # of other families the heads alone are known
+    else:  # for other families only the heads are known
         size = f"num_attention_heads={heads}" if heads % ranks else ""
         legal = tuple(number for number in range(1, heads + 1) if heads % number == 0)
     if size:
@@ -259,7 +259,7 @@ def refuse_unfit_ranks(config: Config, model: Mapping[str, Any], shape: ModelSha
 
 
 def refuse_small_cache(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError: the KV cache of a given size is too small for vLLM to start."""
+    """Raise ConfigError if generation.kv_cache_bytes is too small for vLLM to start."""
     given, least = config.generation.kv_cache_bytes, least_cache_bytes(config, shape)
     if given is not None and given < least:
         raise ConfigError(
@@ -269,7 +269,7 @@ def refuse_small_cache(config: Config, shape: ModelShape) -> None:
 
 
 def _complaint(config: Config, shape: ModelShape, memory_gib: float) -> str:
-    """What does not fit; "" if all does."""
+    """Description of what does not fit; "" if all does."""
     generation, need = config.generation, plan_engine(config, shape)
     engine, beside = need.engine / GIB, need.beside / GIB
     parts = f"weights {need.weights / GIB:.1f}, KV cache {need.kv_cache / GIB:.1f}"
@@ -295,7 +295,7 @@ def _engine_advice(config: Config, shape: ModelShape, memory_gib: float) -> str:
 
 
 def _engine_changes(config: Config, shape: ModelShape) -> Iterator[Change]:
-    """Cheapest first: smaller buckets, then less KV cache, then more GPUs a replica."""
+    """Changes, cheapest first: smaller buckets, then less KV cache, then more GPUs a replica."""
     generation = config.generation
     shares: list[Change] = [{}]
     if generation.kv_cache_bytes is None:
@@ -309,28 +309,28 @@ def _engine_changes(config: Config, shape: ModelShape) -> Iterator[Change]:
 
 
 def _smaller_buckets(config: Config) -> list[Change]:
-    """No change, and each size that is smaller."""
+    """No change, then each smaller size."""
     return [{}, *({"weights.bucket_bytes": size} for size in BUCKETS if size < config.weights.bucket_bytes)]
 
 
 # ------------------------------------------------------------------------------------------------------- device verdict
 #
-# Whether all processes of a run that share one GPU of this machine fit into its memory.
+# Check that all processes of a run that share one GPU of this machine fit into its memory.
 #
-# Input: a Config, its model, who gets which GPU, and how large each is.  Output: a line, or a ConfigError that names
-# every share, and a change that fits.  An estimate (plan.py, engine.py).  Peaks are added although they rarely
-# coincide: torch keeps for itself what it has freed, so that the other process cannot have it.
+# Input: a Config, its model, the GPUs of each process, and their sizes.  Output: a line, or a ConfigError that names
+# every share, and a change that fits.  An estimate (memory_plan.py).  Peaks are added although they rarely coincide:
+# torch keeps freed memory, so that the other process cannot use it.
 
 AN_ESTIMATE = "an estimate; nothing was measured"
-_CACHE_STEP = 64 << 20  # an advised cache is a multiple of it, so that it can be read
+_CACHE_STEP = 64 << 20  # an advised cache is a multiple of it, for readability
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """What one process takes of a GPU."""
+    """Share of one process of a GPU."""
 
     process: str  # "trainer-0"
-    parts: Mapping[str, int]  # in words → bytes
+    parts: Mapping[str, int]  # description → bytes
 
     @property
     def total(self) -> int:
@@ -346,9 +346,9 @@ class GpuShare:
 def judge_devices(
     config: Config, model: Mapping[str, Any], shape: ModelShape, gpus: GpuMap, memory_gib: Mapping[str, float]
 ) -> str:
-    """Say how much the fullest GPU has to spare.  Raises ConfigError if one has too little.
+    """Line with the spare memory of the fullest GPU.  Raises ConfigError if one has too little.
 
-    memory_gib: of each GPU, by its word of CUDA_VISIBLE_DEVICES; one that is missing is not judged.
+    memory_gib: of each GPU, by its word of CUDA_VISIBLE_DEVICES; missing GPUs are not judged.
     """
     spare: dict[str, float] = {}
     holders = _holders(gpus)
@@ -366,7 +366,7 @@ def judge_devices(
 
 
 def _holders(gpus: GpuMap) -> dict[str, list[str]]:
-    """GPU → processes on it; [evaluation] has GPUs of its own, and the engine of a generator."""
+    """GPU → processes on it; an evaluation with GPUs of its own has a generator's engine."""
     holders: dict[str, list[str]] = {}
     for process, words in gpus.devices.items():
         for word in words if process != EVALUATING else ():
@@ -451,7 +451,7 @@ def _share(config: Config, shape: ModelShape, process: str) -> GpuShare:
 
 
 def _device_advice(config: Config, shape: ModelShape, processes: list[str], limit: float) -> str:
-    """The first change that fits: less cache, then smaller buckets, then what spares the trainer memory."""
+    """The first change that fits: less cache, then smaller buckets, then less memory of the trainer."""
 
     def fits(change: Change) -> bool:
         changed = with_values(config, change)
@@ -479,7 +479,7 @@ def _device_changes(config: Config, processes: list[str]) -> Iterator[Change]:
 def _with_smaller_cache(
     config: Config, change: Change, shape: ModelShape, processes: list[str], limit: float
 ) -> Change | None:
-    """`change`, with as much KV cache as fits beside it, if that is less than is wanted; None if it does not fit."""
+    """`change`, with the KV cache reduced to what fits; None if that does not fit."""
     changed = with_values(config, change)
     if not obeys_rules(changed):
         return None
@@ -530,9 +530,9 @@ def memory_report(
     gpus: GpuMap = NOBODY,
     memory_gib: Mapping[str, float] = NOTHING_KNOWN,
 ) -> str:
-    """What `rlhpc check` says of memory.  Raises ConfigError: no legal site file, GPUs or host memory too small.
+    """Lines of `rlhpc check` about memory.  Raises ConfigError: illegal site file, GPUs or host memory too small.
 
-    gpus, memory_gib: who gets which GPU of this machine, and how large each is; they count where no site is given.
+    gpus, memory_gib: the GPUs of each process on this machine, and their sizes; used without a site.
     """
     site = load_site(site_file) if site_file else None
     if shape is None:
@@ -553,7 +553,7 @@ def memory_report(
 
 
 def describe_memory(plan: tuple[RankMemory, ...]) -> str:
-    """A table with a column for the first stage, the last, and the fullest where it is another."""
+    """A table with a column for the first stage, the last, and the fullest if it is another."""
     stages = sorted({0, fullest(plan).stage, len(plan) - 1})
     lines = ["memory      estimate, GiB a rank    " + "".join(f"{f'stage {stage}':>10}" for stage in stages)]
     for name, text in _ROWS:
@@ -577,7 +577,7 @@ def describe_engine(need: EngineMemory) -> str:
 
 
 def judge_memory(config: Config, model: Mapping[str, Any], shape: ModelShape, site: Site, source: Path) -> str:
-    """Say by how much it fits, and of which GPU it is not known.  Raises ConfigError if trainer or engine cannot."""
+    """Lines with spare memory, or the GPU of unknown size.  Raises ConfigError if trainer or engine cannot fit."""
     said, has_engine = list[str](), config.generation.engine == "vllm"
     limit, engine_gib = site.trainer.memory_gib, site.generation.memory_gib
     if has_engine and engine_gib is not None:

@@ -1,7 +1,7 @@
-"""What is wrong with the directory of a model, found without loading it: files, sizes, headers of the weights.
+"""Check the directory of a model without loading it: files, sizes, headers of the weights.
 
 Input: an HF checkpoint directory and the key that names it.  Output: the content of config.json; a ConfigError that
-names the file, what stands there and what is legal.  Reads headers of safetensors files, not their numbers.
+names the file, its value and what is legal.  Reads headers of safetensors files, not their tensors.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rlhpc.protocol.errors import ConfigError
 
 # -------------------------------------------------------------------------------------------------------- other loaders
 #
-# Whether a model is what a run takes it for where others load it: transformers, and all that load by it.
+# Check that transformers, and libraries that load by it, see a model as a run does.
 #
-# Input: the directory of a model.  Output: lines that warn of texts that AutoTokenizer reads as other tokens than
-# tokenizer.json, by which a run reads them; a ConfigError for tensors that transformers would make up.  Transformers
-# takes seconds to import: it is asked in a process of its own, and its answer is kept while the files are the same.
+# Input: the directory of a model.  Output: warnings of texts that AutoTokenizer tokenises differently from
+# tokenizer.json, which a run uses; a ConfigError for tensors that transformers would draw at random.  Transformers
+# takes seconds to import: it runs in a process of its own, and its answer is cached while the files are the same.
 
 
-# What pre-tokenizers and normalizers part over: words, numbers, spaces, lines, marks, letters of several bytes.
+# Texts on which pre-tokenizers and normalizers differ: words, numbers, spaces, lines, marks, multi-byte letters.
 PROBES = (
     "The answer is 12345, isn't it?",
     "  two  spaces\n\n\tand a tab",
@@ -46,11 +46,11 @@ _LONGEST_TEXT = 60  # characters that are shown
 
 
 class _NoAnswer(Exception):
-    """Why transformers says nothing of a model."""
+    """Reason why transformers gives no answer about a model."""
 
 
 def refuse_made_up_tensors(directory: Path, model: Mapping[str, Any]) -> None:
-    """model: config.json.  Of families that ModelShape does not know: read_model has looked at the others.
+    """Check tensors of families that ModelShape does not know, which read_model does not check; model: config.json.
 
     Raises ConfigError for tensors that are missing, or of another shape.
     """
@@ -58,13 +58,13 @@ def refuse_made_up_tensors(directory: Path, model: Mapping[str, Any]) -> None:
         return
     try:
         tensors = _view(directory, ())["tensors"]
-    except _NoAnswer:  # a trainer is told the same when it loads the model, and an engine may know more families
+    except _NoAnswer:  # a trainer fails alike when it loads the model, and an engine may know more families
         return
     refuse_other_weights(directory, model, tensors)
 
 
 def other_tokens(directory: Path, tokenizer: PromptTokenizer, prompts: Sequence[str] = ()) -> list[str]:
-    """A warning where AutoTokenizer reads one of these prompts, or of a few other texts, as other tokens."""
+    """Warning if AutoTokenizer tokenises one of these prompts, or of a few other texts, differently."""
     if not _has_transformers():
         return []
     texts = (*prompts, *PROBES)
@@ -100,7 +100,7 @@ def _has_transformers() -> bool:
 
 
 def _view(directory: Path, texts: Sequence[str]) -> dict[str, Any]:
-    """Return what rlhpc/training/hf_view.py says, now or before, of files with this content."""
+    """Return the answer of rlhpc/training/hf_view.py, cached by the content of the files."""
     files = {name: _digest(directory / name) for name in _FILES}
     made_of = json.dumps([_version_of("transformers"), files, list(texts), _digest(Path(__file__))])
     content = cached("loaders", made_of, lambda: _asked(directory, texts), is_whole=_is_answer)
@@ -151,7 +151,7 @@ _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "vocab_size", "max_position_embeddings", "head_dim",
 )  # fmt: skip
-# What the trainer does not compute, by key of config.json and the values that mean nothing.
+# Features that the trainer does not compute: keys of config.json, and their values without effect.
 _NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
@@ -172,9 +172,9 @@ def read_model(directory: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def refuse_other_vocabulary(model: Mapping[str, Any], place: Path, vocabulary: int, eos: Iterable[object]) -> None:
-    """vocabulary: words of the tokenizer, without those that were added to it.  eos: tokens that end a completion.
+    """Raise ConfigError for a tokenizer of a larger model, and for end tokens that this model lacks.
 
-    Raises ConfigError for a tokenizer of a larger model, and for ends that are no tokens of this one.
+    vocabulary: tokens of the tokenizer, without added ones.  eos: tokens that end a completion.
     """
     size = model.get("vocab_size")
     if not isinstance(size, int):
@@ -193,9 +193,9 @@ def refuse_other_vocabulary(model: Mapping[str, Any], place: Path, vocabulary: i
 
 
 def refuse_unknown_tokens(model: Mapping[str, Any], directory: Path, highest: int, source: str) -> None:
-    """highest: of all tokens of prompts, in that of the record at `source`.
+    """Raise ConfigError for tokens that were added to the tokenizer, but not to the model.
 
-    Raises ConfigError for tokens that were added to a tokenizer, and not to its model.
+    highest: of all tokens of prompts, in the prompt of the record at `source`.
     """
     size = model.get("vocab_size")
     if isinstance(size, int) and highest >= size:
@@ -230,7 +230,7 @@ def _refuse_incomplete(directory: Path, value: str) -> None:
 
 
 def _what_is_there(directory: Path) -> str:
-    """What may explain why a file is missing."""
+    """Hint that may explain a missing file."""
     inner = sorted(each.name for each in directory.iterdir() if (each / "config.json").is_file())
     if inner:
         return f" (did you mean {directory / inner[0]}?)"
@@ -256,7 +256,7 @@ def _refuse_sizes(model: Mapping[str, Any], place: Path) -> None:
 
 
 def refuse_untrainable(model: Mapping[str, Any], place: Path) -> None:
-    """What every trainer backend would refuse after it has loaded the weights, as far as config.json tells."""
+    """Raise ConfigError for models that every trainer backend would refuse after loading, judged by config.json."""
     if quantised := model.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
         raise ConfigError(

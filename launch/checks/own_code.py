@@ -1,15 +1,15 @@
 """Try the user's own code that a run file names, in separate processes, before a run needs it.
 
-    data.task          judges the first record: the reference as an answer, and one that says nothing; both together
-                       where the function is batched; both a second time, and where they have the same reward, the
-                       reference in forms that functions ask for
+    data.task          judges the first record: the reference as an answer, and an empty one; both together if the
+                       function is batched; both a second time, and, if they have the same reward, the reference in
+                       formats that functions usually expect
     data.environment   begins with the first record, and takes one turn, after which more may follow, and then none;
                        all of it a second time
     agent.function     imported, by the process that would start agents, and its parameters are counted
     algorithm.loss, algorithm.advantage   imported and tried as when a run starts
 
-Input: Config.  Output: lines for people, warnings of what is legal and seldom meant (rewards that change, that are
-always the same, huge, or slow) among them; a ConfigError with the key, the record, and what was raised or returned.
+Input: Config.  Output: lines for people, with warnings about legal but seldom intended behaviour (rewards that change,
+are always the same, huge, or slow); a ConfigError with the key, the record, and the exception or returned value.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from rlhpc.rewards.registry import BUILT_IN
 # Try a user's own loss or advantage estimator, as a run does when it starts.
 #
 # `python -m launch.checks.own_code KEY PATH GROUP_SIZE ARGUMENTS`, which own_code.py starts: torch and the user's
-# module are imported here and nowhere else.  ARGUMENTS: JSON.  Prints {"doubts": [what is seldom meant]}, or
-# {"refused": why} and returns 1 for one that a run would refuse.
+# module are imported here and nowhere else.  ARGUMENTS: JSON.  Prints {"doubts": [warnings]}, or {"refused": why} and
+# returns 1 for a function that a run would refuse.
 
 
 def main(key: str, path: str, group_size: int, arguments: Mapping[str, object]) -> int:
@@ -64,7 +64,7 @@ def main(key: str, path: str, group_size: int, arguments: Mapping[str, object]) 
 
 
 def _doubts(key: str, path: str, group_size: int, arguments: Mapping[str, object]) -> list[str]:
-    """Raises ConfigError for one that a run would refuse."""
+    """Warnings about a function.  Raises ConfigError if a run would refuse it."""
     if key == "algorithm.loss":
         from rlhpc.algorithms import objectives as own_loss
 
@@ -81,12 +81,12 @@ if __name__ == "__main__":
 # ------------------------------------------------------------------------------------------------------------- own code
 
 NO_ANSWER = "I do not know."
-_MOST_RECORDS = 1000  # among which the first of each task is looked for
+_MOST_RECORDS = 1000  # that are searched for the first one of each task
 _MOST_S = 120.0  # for the imports of a formula
-_PATIENCE_S = 5.0  # of judging, after which nothing is judged that would only raise doubts
-_HUGE = 1e4  # rewards beyond it are seldom meant
+_PATIENCE_S = 5.0  # of judging; after that, trials that can only warn are skipped
+_HUGE = 1e4  # larger rewards are seldom intended
 _MOST_LEAVES = 8  # of a record, which may be its answer
-_FORMS = ("#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "Answer: {}", "{}")  # in which functions ask for answers
+_FORMS = ("#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "Answer: {}", "{}")  # usual formats of answers
 _LEGAL = (
     "legal: f(completion, reference) that returns a number, a bool, a dict with a reward or a RewardOutcome; or "
     "f(completions, references) that returns a list of these"
@@ -111,7 +111,7 @@ class _Trial:
 
 
 def try_own_code(config: Config) -> list[str]:
-    """A line for each thing that was tried.  Raises ConfigError for whatever would fail in a run."""
+    """A line for each trial.  Raises ConfigError for code that would fail in a run."""
     said = []
     for key, path in config.algorithm.own_formulas:
         doubts = _try_formula(key, path, config)
@@ -130,7 +130,7 @@ def try_own_code(config: Config) -> list[str]:
 
 
 def untried_code(config: Config) -> list[str]:
-    """A line for each reward function that a check for another machine does not try."""
+    """A line for each reward function that is not tried, in a check for another machine."""
     return [
         f"reward      {trial.task}: not tried, since --site is about another machine; without it `check` tries it"
         for trial in _trials(config)
@@ -141,7 +141,7 @@ def untried_code(config: Config) -> list[str]:
 
 
 def _trials(config: Config) -> Iterator[_Trial]:
-    """Trials of tasks that are of the user's own, or have such a part; of others too where their parts have weights."""
+    """Trials of the user's own tasks, composites with one, and other tasks whose parts have weights."""
     seen = set[str]()
     for dataset in config.data:
         wanted = [task for task in dataset.all_tasks if task not in seen and _is_tried(config, task)]
@@ -159,7 +159,7 @@ def _is_tried(config: Config, task: str) -> bool:
 
 
 def _first_records(dataset: DataConfig, wanted: Iterable[str]) -> Iterator[tuple[str, Record]]:
-    """The first record of each task, as far as it is near the beginning."""
+    """The first record of each task among the first _MOST_RECORDS."""
     left = {*wanted}
     for number, record in enumerate(_records(dataset) if left else ()):
         task = task_of(record, dataset)
@@ -188,7 +188,7 @@ def _is_theirs(environment: str) -> bool:
 
 
 def _dialogues(config: Config) -> Iterator[_Trial]:
-    """The first record of each environment of the user's own, or of a library; `task` is the environment."""
+    """The first record of each environment of the user, or of a library; `task` is the environment."""
     seen = set[str]()
     for dataset in config.data:
         name = dataset.environment
@@ -200,7 +200,7 @@ def _dialogues(config: Config) -> Iterator[_Trial]:
 
 
 async def _played(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
-    """Return what an environment makes of a record, and of one turn.  Raises ConfigError for what would end a run."""
+    """Return an environment's answers to a record, and to one turn.  Raises ConfigError for fatal faults."""
     said = "legal: async step(completion) that returns a Step"
     asked: tuple[tuple[str, list[str], bool, str], ...] = (
         ("reset(record)", [], False, "legal: async reset(record) that returns a list of messages"),
@@ -230,7 +230,7 @@ async def _played(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
 
 
 def _other_turns(trial: _Trial, rounds: Sequence[Sequence[Turn]]) -> Iterator[str]:
-    """Warn of an environment that does not do the same again, as it has to where a dialogue goes on elsewhere."""
+    """Warn of an environment that is not deterministic: a dialogue that moves to another worker is replayed."""
     where = f"warning     data.environment={trial.task!r} twice with {trial.record.source} and the same turn"
     rule = "an environment has to be deterministic, since its dialogues are played again (docs/environments.md)"
     for before, after in zip(*rounds, strict=True) if len(rounds) > 1 else ():
@@ -256,7 +256,7 @@ def _refuse_failed_turn(trial: _Trial, turn: Turn, what: str, legal: str) -> Non
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """What the pool warns of in a run is an error here, and is told as one."""
+    """Silence the pool's warnings, which are errors here and reported as such."""
     log = logging.getLogger("rlhpc.rewards")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -286,7 +286,7 @@ async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
         _refuse_missing_parts(config, found, where)
         said.append(f"{found.reward:g} for {what}")
         doubts += [_slow(where, took_s, trial.task, config), _huge(where, found.reward)]
-    if trial.is_whole:  # as a completion it is no answer
+    if trial.is_whole:  # a record is no answer
         said[0] = await _best_field(pool, trial, verdicts[-1][0].reward)
     if sum(took_s for _, took_s in verdicts) <= _PATIENCE_S:
         doubts += await _judged_again(pool, trial, tries, [found for found, _ in verdicts])
@@ -294,9 +294,9 @@ async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
 
 
 async def _best_field(pool: RewardPool, trial: _Trial, otherwise: float) -> str:
-    """Return the reward of the field of a record that has the highest as a completion, in words.
+    """Describe the field of a record with the highest reward as a completion.
 
-    otherwise: the reward of no answer; where no field has another one, nothing is known of right answers.
+    otherwise: the reward of an empty answer; if no field has another reward, the right answer is unknown.
     """
     record = json.loads(trial.reference)
     fields = {name: str(value) for name, value in record.items() if isinstance(value, str | int | float)}
@@ -314,7 +314,7 @@ async def _best_field(pool: RewardPool, trial: _Trial, otherwise: float) -> str:
 
 
 async def _verdicts(pool: RewardPool, trial: _Trial, completions: Sequence[str]) -> list[tuple[Judgement, float]]:
-    """Judge them, together where the function is batched; with the seconds that each took."""
+    """Judge completions, together if the function is batched; with the seconds that each took."""
     began, found = time.monotonic(), list[tuple[Judgement, float]]()
     if pool.judges_together(trial.task):
         of_all = await asyncio.gather(*(pool.judge(trial.task, each, trial.reference) for each in completions))
@@ -328,7 +328,7 @@ async def _verdicts(pool: RewardPool, trial: _Trial, completions: Sequence[str])
 async def _judged_again(
     pool: RewardPool, trial: _Trial, tries: Mapping[str, str], before: Sequence[Judgement]
 ) -> list[str]:
-    """Warn of a reward that is another one the second time, or the same for whatever was tried."""
+    """Warn of a reward that differs the second time, or is the same for all trials."""
     named = f"warning     data.task={trial.task!r}, tried on {trial.record.source}"
     again = [found for found, _ in await _verdicts(pool, trial, [*tries.values()])]
     for what, first, second in zip(tries, before, again, strict=True):
@@ -355,7 +355,7 @@ def _differ(found: Sequence[Judgement]) -> bool:
 
 
 def _answers(reference: str) -> Iterator[str]:
-    """Yield what may be right, as far as a reference tells, and an empty completion."""
+    """Yield completions that may be right, judging by the reference, and an empty one."""
     try:
         record = json.loads(reference)
     except ValueError:
@@ -377,7 +377,7 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def _slow(where: str, took_s: float, task: str, config: Config) -> str:
-    """Warn of a verdict that took more than half of its time; "" for none."""
+    """Warn of a verdict that took more than half of its time limit; "" for none."""
     limit_s = config.rewards.timeout_of(task)
     if took_s <= limit_s / 2:
         return ""
@@ -389,7 +389,7 @@ def _slow(where: str, took_s: float, task: str, config: Config) -> str:
 
 
 def _huge(where: str, reward: float) -> str:
-    """Warn of a reward that nobody means; "" for none."""
+    """Warn of a huge reward; "" for none."""
     if abs(reward) <= _HUGE:
         return ""
     return (
@@ -399,7 +399,7 @@ def _huge(where: str, reward: float) -> str:
 
 
 def _remedy(task: str, why: str, failure: str = "") -> str:
-    """Return what is legal where the signature or what is returned is wrong, or a hint at a known slip; or ""."""
+    """Return the legal signature or return value if one is wrong, or a hint at a known mistake; or ""."""
     if (lacking := _KEYWORDS.search(why)) is not None:
         names = re.findall(r"'(\w+)'", lacking[0])
         table = f'{{ "{task}" = {{ {", ".join(f"{name} = …" for name in names)} }} }}'
@@ -409,7 +409,7 @@ def _remedy(task: str, why: str, failure: str = "") -> str:
 
 
 def _hint(why: str) -> str:
-    """Return the remedy for a function that looks for messages, as TRL's and verifiers', or for numbers; or ""."""
+    """Return a hint for a function that expects messages, as TRL's and verifiers', or numbers; or ""."""
     if "string indices must be" in why or "'str' object has no attribute" in why:
         return (
             "; completions and references are texts, never messages or records: `completion` in place of "
@@ -434,7 +434,7 @@ def _refuse_missing_parts(config: Config, found: Judgement, where: str) -> None:
 
 
 def _cause(said: str) -> str:
-    """The cause alone, without who was told it by whom."""
+    """The last cause alone, without the texts that it is wrapped in."""
     return said.removeprefix("reward pool: ").removeprefix("worker cannot start: ").removeprefix("ConfigError: ")
 
 
@@ -449,7 +449,7 @@ def _try_agent(config: Config) -> None:
 
 
 def _try_formula(key: str, path: str, config: Config) -> list[str]:
-    """Return warnings; in a process of its own: it may import torch, and do anything."""
+    """Try a formula in a process of its own, since it may import torch and do anything; return warnings."""
     arguments = config.algorithm.arguments_of(key)
     words = key, path, str(config.admission.group_size), json.dumps(arguments)
     try:

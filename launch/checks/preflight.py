@@ -48,13 +48,13 @@ from rlhpc.rewards.registry import BUILT_IN, JUDGE_EVERYTHING, asks_for_record, 
 # Input: DatasetSummary, tokenizer.  Output: lines.
 
 _MOST_LINES = 12
-_FIRST_WORDS = ("The", "the", "7")  # with which an answer may begin
-_MOST_PROMPTS = 0.9  # of a dataset: what is so of them is meant for all
+_FIRST_WORDS = ("The", "the", "7")  # possible beginnings of an answer
+_MOST_PROMPTS = 0.9  # share of a dataset whose properties are taken for those of all prompts
 MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
 
 def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]:
-    """The first prompt of a dataset, and a warning where references are longer than a completion may be."""
+    """The first prompt of a dataset, and a warning if references are longer than a completion may be."""
     lines = found.example.split("\n")
     if len(lines) > _MOST_LINES:
         left_out = len(lines) - _MOST_LINES + 1
@@ -76,9 +76,9 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
 
 
 def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> Iterator[str]:
-    """Warn of prompts that spell control tokens, tell their answer, repeat themselves, or have places for pictures."""
+    """Warn of prompts that spell control tokens, contain their answer, repeat each other, or need pictures."""
     data = config.data[place]
-    if found.num_spelling_control:  # as a text from the web may
+    if found.num_spelling_control:  # in texts from the web
         yield (
             f"{found.num_spelling_control:,} of {found.num_records:,} records spell control tokens in their own text, "
             f"the first {found.spelling_control}; the model reads them as the ends of messages"
@@ -148,7 +148,7 @@ def prompt_warnings(config: Config, tokenizer: PromptTokenizer, found: Sequence[
 
 
 def _ends_in_a_blank_that_moves(text: str, tokenizer: PromptTokenizer) -> bool:
-    """Whether the tokens of a text are others where an answer follows its last blank."""
+    """True if a text ends in a blank whose token changes when an answer follows."""
     if not text.endswith((" ", "\t")):
         return False
     alone = list(tokenizer.encode_rendered(text))
@@ -156,7 +156,7 @@ def _ends_in_a_blank_that_moves(text: str, tokenizer: PromptTokenizer) -> bool:
 
 
 def refuse_ended_prompts(data: DataConfig, tokenizer: PromptTokenizer, found: DatasetSummary) -> None:
-    """Raises ConfigError where the tokenizer puts an end of sequence behind every prompt: nothing is to come then."""
+    """Raise ConfigError if the tokenizer ends every prompt with an end of sequence, after which nothing follows."""
     if data.environment or found.last_token not in tokenizer.stop_token_ids:
         return
     if found.example.endswith(_last_token(tokenizer, found)):  # by its own text: a warning
@@ -173,7 +173,7 @@ def _last_token(tokenizer: PromptTokenizer, found: DatasetSummary) -> str:
 
 
 def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None, stop: Sequence[str] = ()) -> str:
-    """What ends a completion before its limit, or the turns of a dialogue.  stop: generation.stop."""
+    """Line about the tokens and texts that end a completion, or a turn of a dialogue.  stop: generation.stop."""
     tokens = tokenizer.stop_token_ids if dialogue is None else dialogue.stop_token_ids
     if not tokens and not stop:
         return "warning     the model names no end-of-sequence token: every completion ends at max_completion_tokens"
@@ -189,25 +189,25 @@ _PLAIN_FLAGS = ("-u", "-P", "-I", "-E", "-s", "-S", "-B", "-O", "-OO", "-x", "-e
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What preflight learnt about model and data."""
+    """Facts about model and data that preflight has found."""
 
     model: Mapping[str, Any]  # config.json
     tokenizer: PromptTokenizer
-    shape: ModelShape | None  # None: a family whose sizes are not known here
+    shape: ModelShape | None  # None: an unknown family
     max_positions: int
     datasets: Sequence[DatasetSummary]
-    sandbox: str = ""  # how programs are isolated on this node, where a task runs any
+    sandbox: str = ""  # isolation of programs on this node, if a task runs any
 
     @property
     def model_type(self) -> str:
-        """The family, as config.json names it."""
+        """The model's family in config.json."""
         return str(self.model.get("model_type", "?"))
 
 
 def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     """Check model directory, layout, task, dataset and installed parts, cheapest first.  Raises ConfigError.
 
-    roles_run_here: False where they run in another environment than this process, whose packages then say nothing.
+    roles_run_here: False if roles run in another environment, so that packages of this one do not matter.
     """
     model, tokenizer = _model_of(config)
     shape = _shape_that_fits_the_layout(config, model)
@@ -217,13 +217,13 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
         _refuse_unfit_adapters(config, model, shape)
     if roles_run_here:
         require_parts(config)
-    for key, path in config.algorithm.own_formulas:  # tried where they are used, when the run starts
+    for key, path in config.algorithm.own_formulas:  # tried by the trainer, when the run starts
         look_up(key, path)
     return _look_at_prompts(config, model, tokenizer, shape, roles_run_here=roles_run_here)
 
 
 def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findings:
-    """Check what preflight() does, where nothing is trained.  Raises ConfigError."""
+    """Check what preflight() does, without training.  Raises ConfigError."""
     model, tokenizer = _model_of(config, is_trained=False)
     if roles_run_here:
         _engine_is_installed(config)
@@ -231,7 +231,7 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
 
 
 def _sandbox_here(config: Config) -> str:
-    """How programs are isolated on this node; "" where no task runs any.  Raises ConfigError if less than required."""
+    """Isolation of programs on this node; "" if no task runs any.  Raises ConfigError if it is too weak."""
     python = config.sandbox.python
     if python and runs_programs(config) and shutil.which(python) is None:
         raise ConfigError(f"sandbox.python={python!r}: no such program here; legal: an interpreter, 3.9 or later")
@@ -278,7 +278,7 @@ def _look_at_prompts(
 
 
 def _refuse_thinking_that_never_ends(end: str, tokenizer: PromptTokenizer, found: DatasetSummary) -> None:
-    """Nothing would be judged, and every reward would be that of an empty answer."""
+    """Raise ConfigError for an end of thinking that completions cannot have: every answer would be empty."""
     if end and end not in tokenizer.decode(tokenizer.encode_rendered(end)):
         raise ConfigError(
             f"data.thinking_end={end!r} is a special token, which the text that is judged does not show; legal: a text "
@@ -292,7 +292,7 @@ def _refuse_thinking_that_never_ends(end: str, tokenizer: PromptTokenizer, found
 
 
 def _refuse_stops_that_never_come(stop: Sequence[str], tokenizer: PromptTokenizer) -> None:
-    """A stop string is looked for in the text of a completion; one that is a special token counts as a stop token."""
+    """Raise ConfigError for a stop string that no completion's text contains; special tokens are stop tokens."""
     for text in stop:
         special = tokenizer.spelt_control(text)
         if special and special != text:
@@ -300,7 +300,7 @@ def _refuse_stops_that_never_come(stop: Sequence[str], tokenizer: PromptTokenize
                 f"generation.stop={text!r} has the special token {special!r} in it, which no text of a completion "
                 f"shows; legal: {special!r} alone, or a text without it"
             )
-        written = tokenizer.decode(tokenizer.encode_rendered(f"a{text}"))  # some drop a space at the beginning
+        written = tokenizer.decode(tokenizer.encode_rendered(f"a{text}"))  # some tokenizers drop a leading space
         if not special and text not in written:
             raise ConfigError(
                 f"generation.stop={text!r}: the tokenizer of model.path cannot write it, and makes {written[1:]!r} of "
@@ -335,7 +335,7 @@ def _environments_are_there(config: Config) -> None:
 
 
 def _model_of(config: Config, *, is_trained: bool = True) -> tuple[dict[str, Any], PromptTokenizer]:
-    """config.json and the tokenizer of the policy, after a look at whether a critic begins with the same tokens."""
+    """config.json and the tokenizer of the policy, after a check that a critic's tokens are the same."""
     document = read_model(config.model.path)
     place = config.model.path / "config.json"
     tokenizer = PromptTokenizer.of(config.model)
@@ -357,7 +357,7 @@ def _refuse_other_critic(path: Path, model: Mapping[str, Any], place: Path) -> N
 
 
 def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> ModelShape | None:
-    """Megatron's layers are written for these families only; the other backends run whatever transformers runs."""
+    """ModelShape, checked against the layout: Megatron supports some families, other backends all of transformers."""
     place = config.model.path / "config.json"
     try:
         if config.trainer.backend == "megatron":
@@ -369,7 +369,7 @@ def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> Mod
 
 
 def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelShape | None) -> None:
-    """What vLLM refuses after it has been loaded."""
+    """Raise ConfigError for settings that vLLM would refuse after loading."""
     if config.generation.engine != "vllm":
         return
     refuse_unfit_ranks(config, model, shape)
@@ -378,18 +378,18 @@ def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelS
 
 
 def _refuse_unfit_adapters(config: Config, model: Mapping[str, Any], shape: ModelShape) -> None:
-    """Raise ConfigError for lora.targets that the model or vLLM has not, and an adapter not of these settings."""
+    """Raise ConfigError for lora.targets that the model or vLLM lacks, and for an adapter of other settings."""
     layers = chosen_layers(config.lora, matrices_of(shape.tensors))
     refuse_merged_tied_head(config, layers, is_tied=shape.is_tied)
     refuse_idle_stages(config, layers, shape.num_layers)
-    where = config.trainer.device  # engines are on GPUs where trainers are
+    where = config.trainer.device  # engines are on GPUs if trainers are
     refuse_unserved_adapters(config, layers, model, device="" if where == "auto" else where)
     if config.lora.initial is not None:
         refuse_other_adapter(config.lora, layers)
 
 
 def require_parts(config: Config) -> None:
-    """Raise ConfigError if a package or a program that the settings need is not here."""
+    """Raise ConfigError if a package or a program that the settings need is missing."""
     trainer = config.trainer
     backend = f"trainer.backend={trainer.backend!r}"
     needed = [("torch", backend, "extra 'trainer'"), ("transformers", backend, "extra 'trainer'")]
@@ -427,7 +427,7 @@ def _engine_is_installed(config: Config) -> None:
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """Return the script that an interpreter is to run; None: another program, a module, or a text such as after -c."""
+    """Return the script of an interpreter's command; None: another program, a module, or code after -c."""
     if not command or not _INTERPRETER.fullmatch(Path(command[0]).name):
         return None
     options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
@@ -437,7 +437,7 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 
 def _require(needed: Iterable[tuple[str, str, str]]) -> None:
-    """needed: (module, the key that needs it, where it comes from)."""
+    """Raise ConfigError for missing modules; needed: (module, the key that needs it, its source)."""
     for module, key, source in needed:
         if not _is_installed(module):
             raise ConfigError(

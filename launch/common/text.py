@@ -1,7 +1,7 @@
-"""What commands print, and how: words, JSON, tables, a pager, streams that may be closed.
+"""Output of commands: words, JSON, tables, a pager, streams that may be closed.
 
-In this file: numbers with nouns; JSON; optional packages; the pager; paths as users type them; tables with columns as
-wide as their widest cells, and durations in words; standard output.
+In this file: numbers with nouns; JSON; optional packages; the pager; paths as users type them; aligned tables, and
+durations in words; standard output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Three significant digits, but all of a number from a thousand on: 0.075, 12.3, 1,234, 12,288."""
+    """Three significant digits, but all digits from a thousand on: 0.075, 12.3, 1,234, 12,288."""
     return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
 
 
@@ -48,13 +48,13 @@ def numbered(noun: str, first: int, last: int) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ json text
 #
-# JSON for other programs: valid whatever a run has measured.
+# JSON for other programs: valid for any measured values.
 #
 # Input: dictionaries, lists and plain values.  Output: text.
 
 
 def json_text(document: object, indent: int | None = None) -> str:
-    """NaN and infinities, for which JSON has no word, are null."""
+    """Format as JSON, with null for NaN and infinities, which JSON lacks."""
     return json.dumps(_finite(document), indent=indent, allow_nan=False)
 
 
@@ -68,7 +68,7 @@ def _finite(value: Any) -> Any:
 
 # ----------------------------------------------------------------------------------------------------- optional package
 #
-# Optional packages: imported where they are used, with an error that says how to install them.
+# Optional packages: imported where used, with an error that says how to install them.
 
 
 def optional_module(name: str, extra: str) -> ModuleType:
@@ -88,9 +88,9 @@ def optional_module(name: str, extra: str) -> ModuleType:
 
 
 def print_paged(lines: Iterable[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Print through $PAGER (default: less, which prints what fits on one screen), or plainly if stdout is no terminal.
+    """Print through $PAGER (default: less, which only pages more than a screen), or plainly if stdout is no terminal.
 
-    Raises OSError only of the plain way.
+    Raises OSError only when printing plainly.
     """
     command = shlex.split(environment.get("PAGER", "less"))
     if sys.stdout.isatty() and command and command != ["cat"]:
@@ -103,7 +103,7 @@ def print_paged(lines: Iterable[str], environment: Mapping[str, str] = os.enviro
 
 
 def _started(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str] | None:
-    """None: there is no such program."""
+    """Start a pager; None if there is no such program."""
     # As git does: less exits if everything fits on one screen.
     settings = {"LESS": "FRX", "LESSCHARSET": "utf-8", **environment}
     try:
@@ -120,9 +120,9 @@ def _feed(pager: subprocess.Popen[str], lines: Iterable[str]) -> None:
         for line in lines:
             pager.stdin.write(f"{line}\n")
         pager.stdin.close()
-    except BrokenPipeError:  # it was left before the end
+    except BrokenPipeError:  # the user left the pager
         pass
-    except KeyboardInterrupt:  # less continues with what it has
+    except KeyboardInterrupt:  # less continues with the lines so far
         pass
     finally:
         _wait(pager)
@@ -132,7 +132,7 @@ def _wait(pager: subprocess.Popen[str]) -> None:
     while True:
         try:
             pager.communicate()
-        except KeyboardInterrupt:  # meant for the pager, which takes it as "stop searching"
+        except KeyboardInterrupt:  # for the pager, where it means "stop searching"
             continue
         except (BrokenPipeError, ValueError):  # closed already
             pager.wait()
@@ -141,27 +141,27 @@ def _wait(pager: subprocess.Popen[str]) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- paths
 #
-# Paths: as users give them, when they were written, and how long those of temporary files may be.
+# Paths: as users type them, times of changes, and the length of temporary ones.
 
 LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
 
 
 def as_typed(path: Path) -> Path:
-    """The path as one would type it here; an absolute one as it is where the current directory is gone."""
+    """The path relative to the current directory if it is below it; absolute if the current directory is gone."""
     with suppress(FileNotFoundError, ValueError):
         return path.relative_to(Path.cwd())
     return path
 
 
 def quoted(path: Path) -> str:
-    """The path as a word of a command that somebody is to type."""
+    """The path quoted as a word of a shell command."""
     return shlex.quote(str(path))
 
 
 def file_and_settings(words: Sequence[str], what: str) -> tuple[Path | None, list[str]]:
-    """The one file among the words of a command, if there is one, and its settings.  Raises ConfigError: several files.
+    """The file among the words of a command, if there is one, and the overrides.  Raises ConfigError: several files.
 
-    what: is legal, for people: "site file, and overrides (key=value)".
+    what: legal words, for people: "site file, and overrides (key=value)".
     """
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
@@ -175,7 +175,7 @@ def without_dots(path: Path) -> Path:
 
 
 def written_unix_s(path: Path) -> float:
-    """When a file or directory last changed; 0: it is not there, or may not be looked at."""
+    """Time of a file's or directory's last change; 0 if it does not exist or is not accessible."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -190,7 +190,7 @@ _OBEYED_BUT_COLOURS = re.compile(rf"[{_CONTROL}]|\x1b(?!\[[0-9;]*m)")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line per row, two spaces between columns, none at the end.  All rows have as many cells as the first."""
+    """Lines, one per row, with two spaces between columns, none at the end.  Rows have equally many cells."""
     if not rows:
         return []
     widths = [max(columns_of(row[k]) for row in rows) for k in range(len(rows[0]))]
@@ -198,14 +198,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def columns_of(text: str) -> int:
-    """Columns that a terminal gives it: two for a wide letter, none for what is set above or below another."""
+    """Width of a text in terminal columns: two for a wide letter, none for a combining character."""
     if text.isascii():
         return len(text)
     return sum(0 if category(each) in ("Mn", "Me", "Cf") else 1 + (east_asian_width(each) in "WF") for each in text)
 
 
 def cut_to(text: str, width: int) -> str:
-    """The longest beginning of a text that has room in so many columns."""
+    """The longest beginning of a text that fits into this many columns."""
     while columns_of(text) > width:
         text = text[:-1]
     return text
@@ -216,13 +216,13 @@ def _filled(cell: str, width: int) -> str:
 
 
 def wrapped(cells: Sequence[str], widths: Sequence[int]) -> list[tuple[str, ...]]:
-    """One row as several, each cell broken between words to at most its width; no row where all cells are empty."""
+    """Break one row into several, each cell between words to at most its width; no row if all cells are empty."""
     columns = [textwrap.wrap(cell, width) for cell, width in zip(cells, widths)]
     return list(zip_longest(*columns, fillvalue=""))
 
 
 def span(seconds: int) -> str:
-    """1 min 05 s, 3 h 05 min, 2 d 04 h."""
+    """A duration in words: 1 min 05 s, 3 h 05 min, 2 d 04 h."""
     for unit, lower, size in (("d", "h", 86400), ("h", "min", 3600), ("min", "s", 60)):
         if seconds >= size:
             rest = seconds % size // {"h": 3600, "min": 60, "s": 1}[lower]
@@ -231,7 +231,7 @@ def span(seconds: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text on one line, without control characters and what cannot be encoded, as in names of files and logs."""
+    """The text on one line, without control and unencodable characters, which names of files and logs may have."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
@@ -243,27 +243,27 @@ def printable_line(text: str, longest: int = 160) -> str:
 
 
 def escaped(text: str, *, keeps_colours: bool = False) -> str:
-    """Lines without characters that a terminal would obey, or that cannot be encoded: logs hold what models sample."""
+    """Lines without terminal control and unencodable characters: logs contain sampled text."""
     pattern = _OBEYED_BUT_COLOURS if keeps_colours else _OBEYED
     return pattern.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def shortened(text: str, most: int = 400) -> str:
-    """Return a text, such as an error, as one line of at most so many characters."""
+    """Return a text, such as an error, as one line of at most this many characters."""
     words = " ".join(text.split())
     return words if len(words) <= most else f"{words[: most - 2]} …"
 
 
 # ------------------------------------------------------------------------------------------------------ standard output
 #
-# Standard streams that are closed or cannot take what is printed, and names that cannot be opened.
+# Standard streams that are closed or fail, and names that cannot be opened.
 
 
 def print_whatever_happens() -> None:
-    """Print numbers for letters that the locale lacks (LANG=en_US is Latin-1); replace closed streams by empty ones.
+    """Print escapes for letters that the locale lacks (LANG=en_US is Latin-1); replace closed streams by empty ones.
 
-    Python has None in the place of a stream that is closed (`2>&-`, or a daemon's), and the next file that is opened
-    would take its descriptor: a socket of this process would become the standard error of those that it starts.
+    For a closed stream (`2>&-`, or a daemon's) Python has None, and the next opened file would take its descriptor:
+    a socket of this process would become the standard error of its children.
     """
     _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -283,7 +283,7 @@ def _open_what_is_closed() -> None:
 
 
 def print_or_lose(text: str) -> None:
-    """Print it; where nobody can read it any more it is lost, and the exit status says what it would say anyway."""
+    """Print a text; without a reader it is lost, and the exit status is the same."""
     try:
         print(text, flush=True)
     except OSError:
@@ -291,14 +291,14 @@ def print_or_lose(text: str) -> None:
 
 
 def say_or_lose(text: str) -> None:
-    """Print it on standard error; where nobody can read it any more (a closed pipe, a full disk) it is lost."""
+    """Print a text on standard error; without a reader (a closed pipe, a full disk) it is lost."""
     with suppress(OSError, ValueError):  # ValueError: closed
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
 
 def flush_or_give_up() -> None:
-    """Write what is buffered, or drop it: Python would try again at exit, and complain on stderr."""
+    """Flush buffered output, or drop it if that fails: Python would try again at exit, and print an error."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -308,7 +308,7 @@ def flush_or_give_up() -> None:
 
 
 def refused_by_the_system(error: OSError | UnicodeEncodeError) -> int:
-    """Say in one line what the system refused; returns the exit status.  Raises an error of encoding that is ours."""
+    """Print a line about an OSError; returns the exit status.  Re-raises encoding errors that are bugs of ours."""
     if isinstance(error, UnicodeEncodeError):
         words = _of_a_name(error)
     else:

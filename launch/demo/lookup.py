@@ -1,8 +1,8 @@
 """The demo of tools: a model has to look up facts that it cannot know.
 
-Questions are random four-digit numbers, answers random three-digit codes: only a search of the documents, which have
-one for each question, finds them.  The warm start teaches how to write a search and read its result, but answers most
-questions by a guess; RL has to learn to search.
+Questions are random four-digit numbers, answers random three-digit codes: only a search of the documents, one per
+question, finds them.  The warm start teaches to write a search and read its result, but to answer most questions by a
+guess; RL has to learn to search.
 
     user 4827 │ > <tool_call>{"name": "search", "arguments": {"query": "4827"}}</tool_call> │ : 4827 305 │ > 305
 
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message.content }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
-_ALL_SEEDS_APART = 1_000_003  # codes of the warm start are of other seeds than those of a run
+_ALL_SEEDS_APART = 1_000_003  # offset between seeds of the warm start's codes and those of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class LookupRecipe:
     max_clean_steps: int = 1500  # on dialogues with a search, until…
     mastered_loss: float = 0.02  # …the loss, smoothed, is below this
     mixed_steps: int = 120  # then on guesses, too
-    search_share: float = 0.2  # of the dialogues
+    search_share: float = 0.2  # of the mixed dialogues
     batch_size: int = 48
     learning_rate: float = 2e-3
     seed: int = 0
@@ -92,7 +92,7 @@ def write_dataset(directory: Path, n: int, seed: int) -> None:
 def make_lookup_model(
     directory: Path, recipe: LookupRecipe | None = None, *, on_step: OnStep = lambda phase, done, loss: None
 ) -> WarmStart:
-    """Write a checkpoint, or reuse a finished one, as warm_start.make_model.  Its accuracy: fraction of searches."""
+    """Write a checkpoint, or reuse a finished one, as warm_start.make_model.  `accuracy` is the share of searches."""
     recipe = recipe or LookupRecipe()
 
     def train() -> tuple[LlamaForCausalLM, float]:
@@ -124,7 +124,7 @@ def _batch(recipe: LookupRecipe, search_share: float, rng: random.Random) -> lis
 
 
 def _dialogue(rng: random.Random, *, searches: bool) -> Demonstration:
-    """A question and its answer, after a search or not; learnt is what the assistant says."""
+    """A question and its answer, with or without a search; the assistant's text is learnt."""
     key, code = str(rng.randrange(1000, 10_000)), f"{rng.randrange(1000):03d}"
     parts: list[Sequence[str]] = [[*key, "\n", ">"]]
     if searches:
@@ -134,7 +134,7 @@ def _dialogue(rng: random.Random, *, searches: bool) -> Demonstration:
 
 
 def _search_share(model: LlamaForCausalLM) -> float:
-    """Probability of a search after a question, over some of them."""
+    """Mean probability of a search after a question, over some questions."""
     model.eval()
     asked = torch.tensor([[_TOKENS.index(token) for token in (*str(key), "\n", ">")] for key in range(1000, 9999, 97)])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The demo from end to end: make a model that adds carelessly, train it by RL with all real processes, report.
+"""The whole demo: make a model that adds carelessly, train it by RL in real processes, report.
 
 Everything is generated locally from seeds; nothing is downloaded.
 """
@@ -83,7 +83,7 @@ def refuse_before_the_work(time: str) -> None:
 
 
 def run_on_slurm(config: Config, time: str, tell: Callable[[str], None]) -> int:
-    """Start a cluster, submit the run, wait for its end.  time: limit of the job; one too short makes it requeue.
+    """Start a cluster, submit the run, wait for its end.  time: limit of the job; if too short, it is requeued.
 
     Raises SlurmMissing if Slurm is neither installed nor available without root, ConfigError for an invalid time.
     """
@@ -102,8 +102,8 @@ def run_on_slurm(config: Config, time: str, tell: Callable[[str], None]) -> int:
 
 @contextmanager
 def _private_cluster() -> Iterator[DevCluster]:
-    """A cluster that this process's Slurm commands talk to."""
-    root = Path(tempfile.mkdtemp(prefix="rlhpc-demo-", dir="/tmp"))  # sockets below it: the path has to be short
+    """A private cluster, used by this process's Slurm commands."""
+    root = Path(tempfile.mkdtemp(prefix="rlhpc-demo-", dir="/tmp"))  # has sockets: the path must be short
     before = dict(os.environ)
     try:
         with DevCluster.create(root, default_shape(1, 2, 1, gpus=1), obtain(), dies_with_parent=True) as cluster:
@@ -137,7 +137,7 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def _write_model(options: argparse.Namespace) -> int:
-    """Only the model of a demo: a stand-in for one's own run file."""
+    """Write only the demo's model, as a stand-in for a user's own run file."""
     if options.model_only is None:
         raise ConfigError(f"--like {options.like}: has a meaning only with --model-only DIR")
     if options.slurm or options.run_file or options.overrides:

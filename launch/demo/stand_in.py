@@ -1,10 +1,9 @@
-"""Write a tiny model in the place of a real one, to try a run file on a machine without a GPU.
+"""Write a tiny stand-in for a real model, to try a run file on a machine without a GPU.
 
-Input: a directory, and for a stand-in of a particular model the directory of its checkpoint, of which config.json and
-the tokenizer's files are enough.  Output: an HF checkpoint of random weights.  Without a particular model it is a Llama
-whose tokenizer knows every text (a token a byte) and whose chat template takes system messages, turns and tools; else
-it has the architecture of that model with two narrow layers, and its tokenizer and template as they are, so that
-prompts have the tokens that they will have.
+Input: a directory, and for a stand-in of a particular model its checkpoint directory, of which config.json and the
+tokenizer's files are enough.  Output: an HF checkpoint of random weights.  By default it is a Llama whose tokenizer
+encodes every text (a token a byte) and whose chat template supports system messages, turns and tools; else it has the
+architecture of that model with two narrow layers, and its tokenizer and template, so that prompts have the same tokens.
 Guarantees: the same arguments give the same weights; nothing is downloaded.
 """
 
@@ -24,7 +23,7 @@ from rlhpc.protocol.errors import ConfigError
 HEAD_SIZE, NUM_HEADS = 32, 2  # the smallest head that vLLM's CPU attention has
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2; then the bytes
 PAD_ID, _, END_ID = range(len(MARKS))
-# Of ChatML, as Qwen's models write it; calls as in rlhpc's environment "tools".
+# ChatML as in Qwen's models; calls as in rlhpc's environment "tools".
 CHAT_TEMPLATE = (
     "{% set given = messages[0].content if messages and messages[0].role == 'system' else '' %}"
     "{% if given or tools %}{{ '<|im_start|>system\\n' + given }}"
@@ -36,11 +35,11 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# What a checkpoint directory has of its tokenizer.
+# Files of a tokenizer in a checkpoint directory.
 _TOKENIZER_FILES = (
     "tokenizer*", "chat_template*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json"
 )  # fmt: skip
-# Settings of a model that become small where a model has them; its vocabulary stays.
+# Settings that are made small if the model has them; the vocabulary stays.
 _SMALL = {
     "hidden_size": NUM_HEADS * HEAD_SIZE,
     "intermediate_size": 2 * NUM_HEADS * HEAD_SIZE,
@@ -54,10 +53,10 @@ _SMALL = {
 
 
 def make_stand_in(directory: Path, like: Path | None = None, *, seed: int = 0) -> int:
-    """Write the checkpoint into a directory that is empty or not there; return its number of parameters.
+    """Write the checkpoint into an empty or new directory; return its number of parameters.
 
-    like: checkpoint directory of the model that it stands for.
-    Raises ConfigError: the directory holds something, or `like` is no causal language model; OSError.
+    like: checkpoint directory of the real model.
+    Raises ConfigError: the directory is not empty, or `like` is no causal language model; OSError.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--model-only {directory}: is there already; legal: a new or empty directory")
@@ -109,7 +108,7 @@ def _byte_config() -> LlamaConfig:
 
 
 def _small(like: Path) -> Any:
-    """The architecture of a checkpoint, two layers deep and narrow; of layers of several kinds, one of each."""
+    """The architecture of a checkpoint, narrow and with two layers, or one layer of each kind."""
     try:
         config = AutoConfig.from_pretrained(like, local_files_only=True)
         for key, value in _SMALL.items():

@@ -62,7 +62,7 @@ PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = range(len(SPECIAL_TOKENS))
 
 _TOKENS = (*SPECIAL_TOKENS, *CHARACTERS)
 _IDS = {token: i for i, token in enumerate(_TOKENS)}
-VOCAB_SIZE = len(_TOKENS)  # 24: a multiple of 8, as matrix kernels like it, without rows that are no token
+VOCAB_SIZE = len(_TOKENS)  # 24: a multiple of 8, best for matrix kernels, without rows that are no token
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -76,7 +76,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write its files, under the name of its class that transformers 4 knows too."""
+    """Write the tokenizer's files, with a class name that transformers 4 also knows."""
     tokenizer.save_pretrained(directory)
     file = directory / "tokenizer_config.json"
     named = json.loads(file.read_bytes()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -104,8 +104,8 @@ _CARRY_SLIP_SHARE = 0.6  # a lost carry is one habit to unlearn; slips by one co
 class Problem:
     """Two numbers with equally many digits, without leading zeros, whose sum has one digit more.
 
-    One digit more because totals with and without a leading carry have their digits at different positions, which costs
-    so small a model three times the steps, or defeats it.
+    Always one digit more, because digits of totals with and without a leading carry are at different positions, which
+    costs so small a model three times the steps, or defeats it.
     """
 
     left: int
@@ -123,7 +123,7 @@ class Problem:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether this problem is kept for evaluation: about one in 16, the same ones on every machine."""
+        """True for problems that are kept for evaluation: about one in 16, the same on every machine."""
         return zlib.crc32(self.prompt.encode()) % _HELD_OUT_ONE_IN == 0
 
     @property
@@ -154,7 +154,7 @@ def draw_problem(rng: random.Random, *, held_out: bool = False) -> Problem:
 def careless_answer(problem: Problem, slip_rate: float, rng: random.Random) -> str:
     """Return the answer of a pupil who gets each column's sum wrong with probability slip_rate.
 
-    A slip is off by one or, with a carry lost or invented, by ten.  What follows is consistent with it, so that one
+    A slip is off by one or, with a carry lost or invented, by ten.  Later columns are consistent with it, so that one
     slip spoils the total (unless a later one happens to undo a wrong carry) although all other tokens are correct.
     """
     carry, fields, total = 0, [], ""

@@ -1,9 +1,8 @@
-"""Make the model that the demo starts from: it can do addition, but makes careless errors.
+"""Make the demo's initial model: it can do addition, but makes careless errors.
 
 Output: an HF checkpoint directory (Llama architecture, float32, character tokenizer), made by supervised training:
 first on correct answers, from which the rules are learnt fastest, then on careless ones.  Sampled at temperature 1 it
-is right about three times in ten, while its most likely answer is nearly always right: RL has to teach it to be
-careful.
+is right about three times in ten, while its most likely answer is nearly always right: RL has to teach it care.
 Guarantees: the same recipe gives the same weights on the same machine; a finished directory is reused.
 """
 
@@ -50,7 +49,7 @@ from rlhpc.training.factory import open_backend
 from rlhpc.training.ranks import RankContext
 
 MARKER = "warm_start.json"  # written last: a directory without it is not complete
-_FORMAT = 3  # part of the hash; raise it when the same recipe comes to mean other weights
+_FORMAT = 3  # part of the hash; raise it when the same recipe gives other weights
 
 _TOKEN_BUDGET = 1 << 14  # a batch is one row
 OnStep = Callable[[str, int, float], None]  # phase ("facts", then "carelessness"), steps done of it, loss
@@ -70,7 +69,7 @@ class WarmStartRecipe:
     max_clean_steps: int = 800  # on clean answers, until…
     mastered_loss: float = 0.01  # …the loss, smoothed over some ten steps, is below this
     careless_steps: int = 200  # then this number on careless ones
-    slip_rate: float = 0.24  # per column; (1 − 0.24)^n for n of 3, 4, 5 columns averages 0.34, less what is not learnt
+    slip_rate: float = 0.24  # per column; (1 − 0.24)^n for n of 3, 4, 5 columns averages 0.34, minus what is not learnt
     batch_size: int = 32
     learning_rate: float = 3e-3
     seed: int = 0
@@ -87,7 +86,7 @@ class WarmStart:
 
     accuracy: float  # share of held-out problems answered rightly by one sample at temperature 1
     num_parameters: int
-    seconds: float  # that it took when it was made
+    seconds: float  # that its training took
     is_reused: bool  # found complete in the directory
 
 
@@ -117,7 +116,7 @@ def made_once(
     train: Callable[[], tuple[LlamaForCausalLM, float]],
     tokenizer: Callable[[], PreTrainedTokenizerFast],
 ) -> WarmStart:
-    """The checkpoint of a recipe, as make_model says; train: returns a model and its accuracy.  Raises OSError."""
+    """The checkpoint of a recipe, as in make_model; train: returns a model and its accuracy.  Raises OSError."""
     marker = directory / MARKER
     found = read_marker(marker, fingerprint)
     if found is not None:
@@ -160,7 +159,7 @@ def sampled_accuracy(model: LlamaForCausalLM, *, num_problems: int = 512, seed: 
 def model_config(recipe: WarmStartRecipe, vocab_size: int = VOCAB_SIZE) -> LlamaConfig:
     """The architecture; the first tokens are those of tokenizer.py.
 
-    Of a family for which transformers takes the tokenizer that the checkpoint names: for Qwen2 it takes its own.
+    The family is one for which transformers uses the checkpoint's tokenizer: for Qwen2 it uses its own.
     """
     return LlamaConfig(
         vocab_size=vocab_size,
@@ -184,7 +183,7 @@ def _train(model: LlamaForCausalLM, recipe: WarmStartRecipe, on_step: OnStep) ->
     """Run the clean phase, then the careless one.
 
     The first ends by its loss and not by a count: seeds and machines differ by a factor of two in the steps they need,
-    and RL cannot teach what no sample ever gets right.
+    and RL cannot teach skills that no sample ever shows.
     """
     rng = random.Random(recipe.seed)
     num_clean_steps, smoothed_loss = 0, math.log(VOCAB_SIZE)
@@ -210,7 +209,7 @@ def _clean_schedule(step: int, *, warmup_steps: int = 30, decay_steps: int = 500
 class Lessons:
     """Teaches a model in this process with the batches, the loss and the reference backend of `rlhpc sft`.
 
-    On leaving the context the model has the weights that it was taught.
+    At the end of the context the model gets the trained weights.
     """
 
     def __init__(self, model: PreTrainedModel, weight_decay: float = 0.01) -> None:
@@ -237,7 +236,7 @@ class Lessons:
         self._backend.close()
 
     def learn(self, conversations: Sequence[Demonstration], rate: float) -> float:
-        """One optimiser step; returns the mean loss of the tokens that are learnt."""
+        """Do one optimiser step; returns the mean loss of the learnt tokens."""
         batch = pack_demonstrations(conversations, token_budget=_TOKEN_BUDGET, num_ranks=1, cost=self._cost)
         result = self._backend.step(
             batch.ranks[0],
@@ -252,7 +251,7 @@ class Lessons:
 
 
 def _draw_batch(recipe: WarmStartRecipe, slip_rate: float, rng: random.Random) -> list[Demonstration]:
-    """Problems with answers; learnt are the answers, since the digits of a question are random."""
+    """Problems with answers; only answers are learnt, since the digits of a question are random."""
     asked = [draw_problem(rng) for _ in range(recipe.batch_size)]
     return [
         demonstration(encode(problem.prompt), [*encode(careless_answer(problem, slip_rate, rng)), EOS_ID])
@@ -261,13 +260,13 @@ def _draw_batch(recipe: WarmStartRecipe, slip_rate: float, rng: random.Random) -
 
 
 def demonstration(*parts: Sequence[int]) -> Demonstration:
-    """Tokens that are told, tokens that are learnt, and so on in turns."""
+    """A demonstration of alternating parts: given tokens, learnt tokens, and so on."""
     masks = [np.full(len(part), place % 2 == 1) for place, part in enumerate(parts)]
     return Demonstration(np.array([token for part in parts for token in part], np.int32), np.concatenate(masks))
 
 
 def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write an HF checkpoint directory; its tokens that begin, end and pad are those of the model's config."""
+    """Write an HF checkpoint directory; BOS, EOS and padding tokens are those of the model's config."""
     of_model = model.config
     model.generation_config = GenerationConfig(
         bos_token_id=of_model.bos_token_id, eos_token_id=of_model.eos_token_id, pad_token_id=of_model.pad_token_id
@@ -277,11 +276,11 @@ def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 
 def save_model(model: Any, directory: Path) -> None:
-    """Write the files of a transformers model without a word."""
+    """Write the files of a transformers model, printing nothing."""
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # a bar for one file of a megabyte
     try:
-        # Where accelerate is installed it loads DeepSpeed, which would print that it has found no GPU.
+        # If accelerate is installed, it loads DeepSpeed, which would print that it has found no GPU.
         with variables_set({"DS_ACCELERATOR": "cpu"}, "PYTORCH_NVML_BASED_CUDA_CHECK"):
             model.save_pretrained(directory)
     finally:
@@ -290,14 +289,14 @@ def save_model(model: Any, directory: Path) -> None:
 
 
 def read_marker(marker: Path, fingerprint: str) -> WarmStart | None:
-    """The complete model of this recipe; None: there is none."""
+    """The complete model of this recipe, or None."""
     try:
         written = json.loads(marker.read_bytes())
         if written.pop("fingerprint") != fingerprint:
             return None
         return WarmStart(**written, is_reused=True)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None  # absent, or not what this version writes: made anew
+        return None  # missing, or of another version: the model is made again
 
 
 @contextmanager

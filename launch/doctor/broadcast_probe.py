@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     file, host, rank, backend = Path(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
     name_host()
     tell_gloo()
-    import torch  # this file runs on a node, where there is one
+    import torch  # this file runs on a node that has it
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stores come from C++ and have no stubs
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     device = "cuda:0" if backend == "nccl" else "cpu"
     buffer = torch.empty(NUM_BYTES[backend], dtype=torch.uint8, device=device)
-    # Before anything was sent a barrier takes the GPU with the rank's number, which is another communicator.
+    # As the first collective a barrier would take the GPU with the rank's number, in another communicator.
     on = {"device_ids": [0]} if backend == "nccl" else {}
     best_s = float("inf")
     for round_index in range(ROUNDS + 1):
@@ -45,8 +45,8 @@ def main(arguments: list[str]) -> int:
         distributed.broadcast(buffer, 0)
         if device != "cpu":
             torch.cuda.synchronize()
-        distributed.barrier(**on)  # the sender may be done before the receiver
-        if round_index:  # the first one makes connections
+        distributed.barrier(**on)  # the sender may finish before the receiver
+        if round_index:  # the first one connects
             best_s = min(best_s, time.monotonic() - began)
     distributed.destroy_process_group()
     print(json.dumps({"gbit_per_s": 8e-9 * NUM_BYTES[backend] / best_s, "backend": backend}))
@@ -61,7 +61,7 @@ def name_host() -> None:
 
 
 def tell_gloo() -> None:
-    """Tell gloo its interface, as host_address.py does for roles: the first of RLHPC_INTERFACE that is here."""
+    """Set gloo's interface, as host_address.py does for roles: the first of RLHPC_INTERFACE that exists here."""
     here = {name for _, name in socket.if_nameindex()}
     named = [name.strip() for name in os.environ.get("RLHPC_INTERFACE", "").split(",")]
     for name in (name for name in named if name in here):
@@ -69,7 +69,7 @@ def tell_gloo() -> None:
 
 
 def _store(distributed: Any, file: Path, host: str, rank: int) -> Any:
-    """The store where the ranks find each other.  Rank 0 binds a free port itself and then announces it."""
+    """The ranks' rendezvous store.  Rank 0 binds a free port and then announces it."""
     if rank == 0:
         store = distributed.TCPStore(host, 0, 2, True, TIMEOUT, wait_for_workers=False)
         partial = file.with_name(file.name + ".partial")

@@ -48,7 +48,7 @@ from rlhpc.protocol.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------------------------ redaction
 #
-# Remove from a text what others should not read: secrets, user names, home directories.  Pure except `Private.here`.
+# Redact private data in a text: secrets, user names, home directories.  Pure except `Private.here`.
 #
 # Input: text and Private.  Output: text.  Guarantees: no value of a secret variable, nothing that looks like a key or a
 # token, no user name and no home directory is left.  Names of nodes, partitions and accounts are not removed.
@@ -64,7 +64,7 @@ _VALUE = r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|\[[^\]\n]*\]|[^\s,;}\]]+)"
 _ASSIGNED = re.compile(
     rf"(?P<name>(?<![\w.-]){_SECRET_NAME}(?:[\"']?\s*[=:]\s*|\s+(?=[\"']))|--{_SECRET_NAME}\s+){_VALUE}", re.IGNORECASE
 )
-_COUNTED = re.compile(r"tokens|token_(?:budget|count|ids?)\b", re.IGNORECASE)  # the other kind of token
+_COUNTED = re.compile(r"tokens|token_(?:budget|count|ids?)\b", re.IGNORECASE)  # tokens of text, not secrets
 _NUMBER = re.compile(r"-?[\d_.]+|\[.*|null|none|true|false", re.IGNORECASE)
 _BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 _SHAPES = re.compile(
@@ -81,11 +81,11 @@ _ANY_HOME = re.compile(r"(?<![\w.~])/(?:home|users|Users|u)/[^\s/:\"',;]+")
 
 @dataclass(frozen=True, slots=True)
 class Private:
-    """What belongs to the one who runs the command."""
+    """Names, homes and secrets of the user who runs the command."""
 
     names: tuple[str, ...]
     homes: tuple[str, ...]
-    values: tuple[str, ...]  # of variables whose names tell that they are secret
+    values: tuple[str, ...]  # of variables with secret names
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Private:
@@ -97,7 +97,7 @@ class Private:
 
 
 def is_secret_name(name: str) -> bool:
-    """True if a variable of this name holds what nobody else should read."""
+    """True if a variable of this name holds a secret."""
     return _SECRET.fullmatch(name) is not None
 
 
@@ -136,7 +136,7 @@ rlhpc doctor --report
 Read it over before you send it: secrets, your name and home directory are taken out, names of nodes, partitions and
 accounts are not.
 """
-# What of the environment decides how Slurm, CUDA, NCCL, vLLM and Python behave; nothing else is told.
+# Environment variables of Slurm, CUDA, NCCL, vLLM and Python; no others are reported.
 _TOLD = (
     "SLURM", "SBATCH_", "SQUEUE_", "CUDA", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "FI_", "VLLM_", "TORCH", "PYTORCH",
     "TRITON_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "NUMBA_", "DS_", "RLHPC_", "PYTHON", "LD_", "PATH", "TMPDIR",
@@ -157,9 +157,9 @@ def write_report(
     error: str = "",
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Write it.  files: site file and run file.  error: why the checks ended early.
+    """Write the report.  files: site file and run file.  error: why the checks ended early.
 
-    Raises ConfigError if there is no place for it.
+    Raises ConfigError if it cannot be written.
     """
     text = redact(report_text(findings, reports, files, error, environment), Private.here(environment))
     try:
@@ -177,7 +177,7 @@ def report_text(
     error: str,
     environment: Mapping[str, str],
 ) -> str:
-    """All sections, as they are: secrets and names still in."""
+    """All sections, not redacted: with secrets and names."""
     sections = [("what was found", error or render(findings, WIDTH))]
     sections.append(("this machine", _machine()))
     sections += slurm_versions()
@@ -212,7 +212,7 @@ def _json(document: object) -> str:
 
 
 def _said(*words: str) -> str:
-    """Output of a command, errors too; "" where there is none."""
+    """Output of a command, with errors; "" if there is none."""
     if shutil.which(words[0]) is None:
         return ""
     try:
@@ -228,7 +228,7 @@ def _said(*words: str) -> str:
 def doctor(options: argparse.Namespace) -> int:
     """Check and print; returns the exit status.
 
-    Raises ConfigError as `rlhpc plan` does: a site that makes no plan cannot be looked at; a report tells of it too.
+    Raises ConfigError as `rlhpc plan` does: a site without a valid plan cannot be checked; the report includes it.
     """
     run_file, overrides = file_and_settings(options.words, "run file, and overrides (key=value)")
     if overrides and run_file is None:
@@ -300,7 +300,7 @@ def _ask_slurm(plan: JobPlan) -> list[Finding]:
 
 
 def _made_up(site: Site) -> Config:
-    """A run of one rank and one replica; its model and data are never read."""
+    """A minimal run of one rank and one replica; its model and data are never read."""
     if site.cluster is None:
         raise ConfigError("cluster: missing in the site file; jobs need at least cluster.shared_directory")
     on_gpu = site.trainer.gpus_per_node is not None

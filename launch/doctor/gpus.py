@@ -1,9 +1,9 @@
-"""Which GPUs of this machine a run may use, as entries of CUDA_VISIBLE_DEVICES.
+"""GPUs of this machine that a run may use, as entries of CUDA_VISIBLE_DEVICES.
 
 Input: the caller's CUDA_VISIBLE_DEVICES and the output of `nvidia-smi -L`.  Output: one entry per GPU, in CUDA's order.
 The caller's entries are passed on unchanged, so that they mean the same to the processes of a run: indices, UUIDs,
-parts of a GPU (MIG).  Only the beginning of a GPU's UUID is completed: CUDA understands it, and NVML, which vLLM asks,
-does not.  Loads no torch and initialises no CUDA.
+parts of a GPU (MIG).  Only a shortened UUID of a GPU is completed: CUDA understands it, but NVML, which vLLM uses, does
+not.  Loads no torch and initialises no CUDA.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _QUERY_S = 60.0  # nvidia-smi takes seconds on a node whose driver has gone to s
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One of the machine, as nvidia-smi lists it."""
+    """A GPU of this machine, as listed by nvidia-smi."""
 
-    uuid: str  # "" where nobody says
+    uuid: str  # "": not known
     parts: tuple[str, ...] = ()  # UUIDs of MIG instances
-    memory_gib: float = 0.0  # of all of it; 0: not known
+    memory_gib: float = 0.0  # of the whole GPU; 0: not known
 
 
 def gpus_here(environment: Mapping[str, str]) -> VisibleGpus:
-    """The GPUs of this machine; none where the installed torch cannot use them.  Raises ConfigError (visible_gpus)."""
+    """The GPUs of this machine; none if the installed torch cannot use them.  Raises ConfigError (visible_gpus)."""
     shown = environment.get(VARIABLE)
     machine = _machine() if torch_cuda() else ()
     words = visible_gpus(machine, shown)
@@ -42,10 +42,10 @@ def gpus_here(environment: Mapping[str, str]) -> VisibleGpus:
 
 
 def visible_gpus(machine: tuple[Gpu, ...], shown: str | None) -> tuple[str, ...]:
-    """The words of CUDA_VISIBLE_DEVICES that CUDA heeds: those before the first that names no device here.
+    """The words of CUDA_VISIBLE_DEVICES that CUDA uses: those before the first that names no device here.
 
-    Not set: every GPU, by its index, or the parts of one that is cut up.  Raises ConfigError for a GPU named twice,
-    with which CUDA shows none.
+    Not set: every GPU, by its index, or its MIG instances.  Raises ConfigError for a GPU named twice, for which CUDA
+    shows none.
     """
     if shown is None:
         return tuple(word for index, gpu in enumerate(machine) for word in (gpu.parts or (str(index),)))
@@ -62,7 +62,7 @@ def visible_gpus(machine: tuple[Gpu, ...], shown: str | None) -> tuple[str, ...]
 
 
 def parse_listing(listing: str) -> tuple[Gpu, ...]:
-    """Read the answer of `nvidia-smi -L`."""
+    """Parse the output of `nvidia-smi -L`."""
     gpus: list[Gpu] = []
     for line in listing.splitlines():
         if gpu := _GPU.match(line):
@@ -73,16 +73,16 @@ def parse_listing(listing: str) -> tuple[Gpu, ...]:
 
 
 def parse_memory(machine: tuple[Gpu, ...], listing: str) -> tuple[Gpu, ...]:
-    """Add what `nvidia-smi --query-gpu=uuid,memory.total --format=csv,noheader,nounits` says, in MiB."""
+    """Add the output, in MiB, of `nvidia-smi --query-gpu=uuid,memory.total --format=csv,noheader,nounits`."""
     sizes = dict(line.split(", ", 1) for line in listing.splitlines() if ", " in line)
     known = {uuid: float(size) / 1024 for uuid, size in sizes.items() if size.strip().isdecimal()}
     return tuple(replace(gpu, memory_gib=known.get(gpu.uuid, 0.0)) for gpu in machine)
 
 
 def memory_of(machine: tuple[Gpu, ...], words: tuple[str, ...]) -> dict[str, float]:
-    """GiB of each GPU that is known by its word.  Of a part (MIG) it is not known.
+    """GiB of each GPU, by its word; not known for MIG instances.
 
-    An index counts in CUDA's order, fastest first, which is not that of nvidia-smi: it is taken for the smallest GPU.
+    An index counts in CUDA's order, fastest first, unlike nvidia-smi's: the smallest GPU's memory is assumed.
     """
     smallest = min((gpu.memory_gib for gpu in machine), default=0.0)
     named = {word: _by_name(word, machine) for word in words}
@@ -100,13 +100,13 @@ def _is_here(word: str, machine: tuple[Gpu, ...]) -> bool:
         return int(word) < len(machine)
     names = [name for gpu in machine for name in (gpu.uuid, *gpu.parts)]
     if machine and not any(names):
-        return word.startswith(("GPU-", "MIG-"))  # nobody says what they are called
+        return word.startswith(("GPU-", "MIG-"))  # their UUIDs are not known
     old_part = word.startswith("MIG-GPU-") and word.removeprefix("MIG-").partition("/")[0] in names
     return old_part or (len(word) > len("GPU-") and any(name.startswith(word) for name in names))
 
 
 def _machine() -> tuple[Gpu, ...]:
-    """All GPUs; where nvidia-smi is missing or fails, as many as there are device files: torch may see them still."""
+    """All GPUs; if nvidia-smi is missing or fails, as many as there are device files, which torch may still see."""
     machine = parse_listing(_nvidia_smi("-L"))
     if not machine:
         return _device_files()

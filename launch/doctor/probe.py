@@ -38,8 +38,8 @@ PACKAGES = (
 
 
 def main(arguments: list[str]) -> int:
-    """Inspect the node, report it, wait for the others, try to reach them."""
-    if os.environ.get("SLURM_LOCALID", "0") != "0":  # one probe a node is enough
+    """Inspect the node, report it, wait for the other probes, try to reach them."""
+    if os.environ.get("SLURM_LOCALID", "0") != "0":  # one probe per node is enough
         return 0
     directory, name = Path(arguments[0]), arguments[1]
     rank = os.environ.get("SLURM_NODEID", "0")
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     peers = wait_for(directory / "peers.json", deadline - 40)
     write(directory / f"{name}.result.json", network(directory, name, peers) if peers else {"name": name})
     while time.monotonic() < deadline and directory.is_dir() and directory / "done" not in directory.iterdir():
-        time.sleep(0.1)  # others may be talking to this node still
+        time.sleep(0.1)  # others may still be connected to this node
     return 0
 
 
@@ -126,7 +126,7 @@ def gpus() -> list[dict[str, str]] | None:
 
 
 def parse_gpus(text: str) -> list[dict[str, str]]:
-    """What nvidia-smi says of each GPU, in the order of GPU_FIELDS; what it does not tell is ""."""
+    """Facts from nvidia-smi about each GPU, in the order of GPU_FIELDS; "" if missing."""
     found = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -137,9 +137,9 @@ def parse_gpus(text: str) -> list[dict[str, str]]:
 
 
 def cuda_library(search: str | None = None) -> str:
-    """Version of a libcuda that LD_LIBRARY_PATH puts before the driver's; "" if it has none.
+    """Version of a libcuda that LD_LIBRARY_PATH puts before the driver's; "" if there is none.
 
-    It is CUDA's compatibility package, which lets a newer CUDA run on an older driver.
+    Such a libcuda is CUDA's compatibility package, which lets a newer CUDA run on an older driver.
     """
     for directory in (os.environ.get("LD_LIBRARY_PATH", "") if search is None else search).split(os.pathsep):
         library = Path(directory) / "libcuda.so.1"
@@ -149,7 +149,7 @@ def cuda_library(search: str | None = None) -> str:
 
 
 def compiler() -> dict[str, Any]:
-    """The C compiler that Triton would take, "" without one, and whether it would find Python's headers."""
+    """The C compiler that Triton would use, "" without one, and whether it would find Python's headers."""
     names = [name for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name]
     found = next((path for name in names if (path := shutil.which(name)) is not None), "")
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
@@ -157,7 +157,7 @@ def compiler() -> dict[str, Any]:
 
 
 def disk(path: str) -> dict[str, Any]:
-    """Room for a user in a directory, None if there is none, and whether no program or library in it can be loaded."""
+    """Free bytes for a user in a directory, None if it does not exist, and whether it is mounted noexec."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -175,7 +175,7 @@ def digest(path: Path) -> str:
 
 
 def letters(directory: Path, name: str) -> dict[str, Any]:
-    """Send files to the login node, which answers each by one renamed into place: delay there and back, and clocks."""
+    """Send files to the login node, which answers each by a renamed file: round-trip delay, and clock skew."""
     best: tuple[float, float] | None = None
     for index in range(ROUNDS):
         sent, began = time.time(), time.monotonic()
@@ -226,7 +226,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def talk(connection: socket.socket) -> None:
-    """One connection of `serve`."""
+    """Answer one connection of `serve`."""
     buffer = bytearray(1 << 20)
     with connection:
         try:
@@ -258,7 +258,7 @@ def network(directory: Path, name: str, peers: dict[str, Any]) -> dict[str, Any]
         result["channel"] = child(program, 25)
     result["broadcast"] = {}
     for index, pair in enumerate(peers["broadcasts"]):
-        if name in pair and unreached & set(pair):  # it would wait for a minute
+        if name in pair and unreached & set(pair):  # the test would wait for a minute
             result["broadcast"]["-to-".join(pair)] = {"error": "the two do not reach each other"}
         elif name in pair:
             here = next(peer["address"] for peer in peers["probes"] if peer["name"] == pair[0])
@@ -270,7 +270,7 @@ def network(directory: Path, name: str, peers: dict[str, Any]) -> dict[str, Any]
 
 
 def reach(peer: dict[str, Any]) -> dict[str, Any]:
-    """Round trip of one byte over TCP in ms, the best of ten, or why there is none."""
+    """Round trip of one byte over TCP in ms, the best of ten, or the error."""
     try:
         with socket.create_connection((peer["address"], peer["port"]), 5) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -317,9 +317,9 @@ def child(words: list[str], limit_s: float) -> dict[str, Any]:
 
 
 def busy_words(load: float, num_cores: int) -> str:
-    """What may be the cause of a test that was too slow: the node has more to do than its cores can; "": it has not.
+    """Hint for a test that was too slow: the node's load exceeds its cores; "" if it does not.
 
-    The job of a probe ends after two minutes, so that its tests cannot wait for longer on such a node.
+    A probe's job ends after two minutes, so that its tests cannot wait longer on a busy node.
     """
     return (
         f"; this node is busy (load {load:.0f} on {num_cores} cores): try again later" if load > 2 * num_cores else ""
@@ -330,17 +330,17 @@ def busy_words(load: float, num_cores: int) -> str:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Write JSON so that it is seen whole or not at all."""
+    """Write JSON so that readers see the whole file or none."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(document), encoding="utf-8")
     partial.replace(path)
 
 
 def wait_for(path: Path, deadline: float) -> dict[str, Any] | None:
-    """Content of a JSON file once it is seen; None: not before the deadline (of time.monotonic)."""
+    """Content of a JSON file once it appears; None: not before the deadline (of time.monotonic)."""
     while time.monotonic() < deadline:
         try:
-            # Listing makes an NFS client look again; it may remember for half a minute that a file is not there.
+            # Listing makes an NFS client look again; it may cache for half a minute that a file is missing.
             if path in path.parent.iterdir():
                 found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
                 return found

@@ -1,6 +1,6 @@
-"""Tiny jobs of all components at once, which report what compute nodes see and which hosts they can reach.
+"""Tiny jobs of all components at once, which report the state of compute nodes and the hosts they can reach.
 
-Input: a JobPlan.  Output: Reports: what the probes wrote, and why others are missing.  Communicates with the probes
+Input: a JobPlan.  Output: Reports: results of the probes, and reasons for missing ones.  Communicates with the probes
 through files in a directory below the shared one, as a run does.  Guarantees: in any case the jobs are cancelled and
 the directory is deleted; a job that starts after that finds nothing and ends.
 """
@@ -29,15 +29,15 @@ from rlhpc.base.patience import Deadline
 from rlhpc.transport.security import mint_run_keys
 
 JOB_S = 120
-LINGER_S = 40.0  # how long to wait for the others once the first probe is ready: it lives two minutes
+LINGER_S = 40.0  # wait for the others once the first probe is ready, which lives two minutes
 NETWORK_S = 90.0  # for the tests between nodes
-ENDED_S = 5.0  # after its job has ended, a probe's files may still be on their way
+ENDED_S = 5.0  # after the end of its job, for a probe's files to appear
 _POLL_S, _QUEUE_S = 0.05, 4.0
 
 
 @dataclass(slots=True)
 class Reports:
-    """What the probes reported."""
+    """Reports of the probes."""
 
     known_sha256: str
     ready: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the name of the probe
@@ -65,9 +65,9 @@ class _Probe:
 
 
 def probe_nodes(plan: JobPlan, timeout_s: float) -> Reports:
-    """Run a probe on a node of every component, on two of the trainer's where it has them.
+    """Run a probe on a node of every component, on two of the trainer's if it has them.
 
-    timeout_s: for everything.  Raises OSError: the shared directory cannot be written.
+    timeout_s: for all probes.  Raises OSError: the shared directory cannot be written.
     """
     directory = plan.cluster.shared_directory / f".rlhpc-doctor-{secrets.token_hex(4)}"
     reports = Reports(_prepare(directory))
@@ -88,7 +88,7 @@ def probe_nodes(plan: JobPlan, timeout_s: float) -> Reports:
 
 
 def probe_component(component: JobComponent) -> JobComponent:
-    """What one probe asks for: the component's directives on one node, or two of the trainer, for two minutes."""
+    """Component of a probe job: the component's directives on one node, or two of the trainer, for two minutes."""
     nodes = min(component.nodes, 2) if component.name == "trainer" else 1
     return replace(component, nodes=nodes, allocation=replace(component.allocation, time_s=JOB_S))
 
@@ -113,7 +113,7 @@ def probe_script(plan: JobPlan, component: JobComponent, directory: Path) -> str
 
 
 def _prepare(directory: Path) -> str:
-    """Make the directory with what probes need; returns the digest of a file that all must see alike."""
+    """Make the probes' directory and files; returns the digest of a file that all nodes must see alike."""
     directory.mkdir(mode=0o700)
     for name in ("probe.py", "broadcast_probe.py"):
         shutil.copyfile(Path(__file__).with_name(name), directory / name)
@@ -128,7 +128,7 @@ def _prepare(directory: Path) -> str:
 
 @dataclass(slots=True)
 class _Round:
-    """One conversation with the probes, until all have reported everything or time is up."""
+    """Communication with the probes, until all have reported or time is up."""
 
     directory: Path
     probes: list[_Probe]
@@ -140,7 +140,7 @@ class _Round:
     asked_queue_at: float = 0.0
 
     def step(self) -> bool:
-        """Read and answer what has come; False when there is nothing more to wait for."""
+        """Read and answer new files; False when there is nothing more to wait for."""
         now = time.monotonic()
         for path in sorted(self.directory.iterdir()):
             self._take(path, now)
@@ -199,7 +199,7 @@ def _attend(talk: _Round) -> None:
 
 
 def last_error(lines: list[str]) -> str:
-    """The last line that a program has written; srun's line after it only says that there was an error."""
+    """The last line of a program's output, without srun's line after it, which only says that there was an error."""
     own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))]
     return (own or lines or [""])[-1].strip()
 
@@ -225,7 +225,7 @@ def _introduction(ready: dict[str, dict[str, Any]], names: frozenset[str]) -> di
 
 
 def _ask_queue(probes: list[_Probe], now: float) -> None:
-    """States of our jobs; one that the queue has forgotten has ended.  Without an answer nothing changes."""
+    """Update the states of our jobs; a job missing in the queue has ended.  Without an answer nothing changes."""
     look = look_at_my_jobs()
     rows = {str(job.row.job_id): job.row for job in look.jobs}
     for probe in probes if not look.trouble else ():

@@ -54,22 +54,22 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """All of it, for an error message."""
+        """The whole finding, for an error message."""
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{self.key}={self.value!r}: {self.text}{remedy}"
 
 
 def row(check: str, verdict: Verdict, text: str, remedy: str = "") -> Finding:
-    """The result of a check of no key of the site file; what passes needs no remedy."""
+    """Finding without a key of the site file; a pass needs no remedy."""
     return Finding(check, "", verdict, text, remedy if verdict != "pass" else "")
 
 
 # -------------------------------------------------------------------------------------------------------- sandbox check
 #
-# How programs of a policy would be isolated on this node: by which layers, and whether that is enough.
+# Isolation of a policy's programs on this node: its layers, and whether they are enough.
 #
-# Input: Config.  Output: Findings, none where no task runs programs.  Reward services run on other nodes, which are
-# likely to be set up alike; each asks again when it starts.
+# Input: Config.  Output: Findings, none if no task runs programs.  Reward services run on other nodes, which are likely
+# to be set up alike; each checks again when it starts.
 
 
 def check_sandboxes(config: Config) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def check_sandboxes(config: Config) -> Iterator[Finding]:
 #
 # Check the shared directory from this machine: does it exist, is it writable, which filesystem is it?
 #
-# Input: a path and /proc/mounts.  Output: Findings.  Whether compute nodes see the same, `rlhpc doctor` finds out.
+# Input: a path and /proc/mounts.  Output: Findings.  The probes check whether compute nodes see the same.
 
 KEY = "cluster.shared_directory"
 # Filesystems that several machines mount; "fuse." and a name of these counts too.
@@ -141,7 +141,7 @@ _CHECK, _LEAST = 30, 40  # columns of the check; the least for result and remedy
 
 
 def render(findings: Sequence[Finding], width: int = 120) -> str:
-    """One row a finding, wrapped to `width` columns."""
+    """Table with a row per finding, wrapped to `width` columns."""
     check = min(_CHECK, max((len(finding.key) for finding in findings), default=5))
     room = max(_LEAST, width - len("fail  ") - check - 4)
     widths = (4, check, room - room * 2 // 5, room * 2 // 5)
@@ -152,7 +152,7 @@ def render(findings: Sequence[Finding], width: int = 120) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many of each."""
+    """Number of findings by verdict."""
     counts = {name: sum(finding.verdict == name for finding in findings) for name in ("pass", "warn", "fail")}
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
@@ -172,14 +172,14 @@ OLDEST, TRIED = (20, 11), ((22, 5), (24, 11), (26, 5))  # made for all from the 
 HET_DEFECT = (25, 11)
 SKEW_WARN_S, SKEW_FAIL_S = 2.0, 60.0
 _RENAMES = 200
-# launch/supervisor/role_task.py sets each that nobody has set, to a directory of the job on the node.
+# launch/supervisor/role_task.py sets those that are not set, to a directory of the job on the node.
 CACHES = (
     "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH",
 )  # fmt: skip
 
 
 def check_version(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
-    """Slurm's release, and what is known to be wrong with it."""
+    """Slurm's release, and its known faults."""
     key, version = "slurm: version", facts.version
     if version < OLDEST:
         text = "too old: --het-group and --gpus-per-task work as needed since 20.11"
@@ -202,7 +202,7 @@ def _release(version: tuple[int, int]) -> str:
 
 
 def check_clock(facts: ClusterFacts, asked: float) -> Finding:
-    """This node against slurmctld, which tells whole seconds.  asked: time.time() when the facts were asked for."""
+    """Compare this node's clock with slurmctld's, which has whole seconds.  asked: time.time() of the query."""
     key, remedy = "clock: slurmctld", "the site should run an NTP client"
     try:
         there = datetime.fromisoformat(facts.clock_text).timestamp()
@@ -214,12 +214,12 @@ def check_clock(facts: ClusterFacts, asked: float) -> Finding:
 
 
 def skew_verdict(skew_s: float) -> Verdict:
-    """Judge a difference between clocks: what compares times of files wants a few seconds, munge five minutes."""
+    """Verdict on clock skew: comparisons of file times tolerate a few seconds, munge five minutes."""
     return "fail" if skew_s > SKEW_FAIL_S else "warn" if skew_s > SKEW_WARN_S else "pass"
 
 
 def check_renames(directory: Path) -> Iterator[Finding]:
-    """A file that is replaced again and again is seen whole by who reads it meanwhile, and is in the listing.
+    """Check that a file that is replaced repeatedly is always read whole, and listed.
 
     directory: an empty one on the shared filesystem.
     """
@@ -255,7 +255,7 @@ def check_renames(directory: Path) -> Iterator[Finding]:
 
 
 def _replace_often(path: Path, contents: list[bytes]) -> float:
-    """Milliseconds of each."""
+    """Replace a file repeatedly; return the milliseconds of each time."""
     began = time.monotonic()
     for index in range(_RENAMES):
         partial = path.with_name("partial")
@@ -265,7 +265,7 @@ def _replace_often(path: Path, contents: list[bytes]) -> float:
 
 
 def check_operations(directory: Path) -> Iterator[Finding]:
-    """Modes, hard links and fsync of a directory, which some filesystems lack: SMB, FUSE, NFS with its own ACLs.
+    """Check modes, hard links and fsync of a directory, which some filesystems lack: SMB, FUSE, NFS with its own ACLs.
 
     directory: an empty one on the shared filesystem.
     """
@@ -308,9 +308,9 @@ def _tried(key: str, action: Callable[[], object], otherwise: str) -> Finding:
 
 
 def check_caches(plan: JobPlan, shell: Mapping[str, str] = os.environ, mounts: str | None = None) -> Iterator[Finding]:
-    """Compiled kernels lie on the node in a directory of the job, unless site file or shell say something else.
+    """Check caches of compiled kernels: they are in the job's directory on the node, unless site or shell set them.
 
-    shell: the environment that a job inherits.  mounts: in the place of /proc/mounts.
+    shell: the environment that a job inherits.  mounts: instead of /proc/mounts.
     """
     findings = []
     for name in CACHES:
@@ -325,7 +325,7 @@ def check_caches(plan: JobPlan, shell: Mapping[str, str] = os.environ, mounts: s
 
 
 def _cache_trouble(given: str, mounts: str | None) -> str | None:
-    """What is wrong with a place for caches, as far as this node can tell."""
+    """Fault of a directory for caches, as far as this node can tell."""
     if re.match(r"\$\{?TMPDIR\b(?!:?-)", given):
         return "Slurm does not set TMPDIR: without it this is a directory at the root"
     path = Path(os.path.expandvars(given))
@@ -338,7 +338,7 @@ def _cache_trouble(given: str, mounts: str | None) -> str | None:
 
 
 def check_software(prologue: PrologueConfig) -> Iterator[Finding]:
-    """What the prologue names, as far as this node sees it.  It is not run here: it is made for compute nodes."""
+    """Check the prologue's modules and paths on this node.  It is not run here: it is made for compute nodes."""
     if prologue.modules or prologue.module_purge:
         yield _modules(prologue)
     yield from _check_paths(prologue)
@@ -363,15 +363,15 @@ def _check_paths(prologue: PrologueConfig) -> Iterator[Finding]:
 
 
 def software_not_here(site: Site) -> list[str]:
-    """Return lines about what the prologue names and this machine lacks, if it is one of the cluster's.
+    """Return lines about software of the prologue that this machine lacks, if it belongs to the cluster.
 
-    Not refused: a node may have what the login node has not.
+    Not refused: compute nodes may have software that the login node lacks.
     """
     return [f"prologue    warning: {found.line}" for found in _missing_software(site)]
 
 
 def refuse_missing_software(site: Site) -> list[str]:
-    """Return such lines about what nodes may have; raises ConfigError for what lies in the directory that all share."""
+    """Lines about software that nodes may have; raises ConfigError for missing files in the shared directory."""
     if site.cluster is not None:
         shared = site.cluster.shared_directory
         lost = [found.line for found in _missing_software(site) if Path(found.value).is_relative_to(shared)]
@@ -418,7 +418,7 @@ def _python(prologue: PrologueConfig) -> Finding:
 
 
 def _modules(prologue: PrologueConfig) -> Finding:
-    """`module` is a function of the shell; a login shell has it where the site has modules at all."""
+    """Check modules in a login shell, which has the shell function `module` if the site has modules."""
     names = " ".join(prologue.modules)
     asks = 'command -v module >/dev/null && module -t avail "$@" 2>&1'
     said = output_of("bash", "-lc", asks, "bash", *prologue.modules)
@@ -432,7 +432,7 @@ def _modules(prologue: PrologueConfig) -> Finding:
 
 
 def output_of(*words: str) -> str:
-    """What a program prints; "" if it cannot be started or takes longer than 30 s."""
+    """Output of a program; "" if it cannot be started or takes longer than 30 s."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     except (subprocess.TimeoutExpired, OSError):
@@ -442,7 +442,7 @@ def output_of(*words: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- space
 #
-# Free space on the shared filesystem, quotas, and how much a run will write.
+# Free space on the shared filesystem, quotas, and a forecast of a run's files.
 #
 # Input: a directory, the output of `lfs quota` and `quota`, and a Config.  Output: Findings.  The forecast is an upper
 # bound: 12 bytes per parameter plus the weights for every checkpoint kept and the one being written, plus rollouts; a
@@ -457,7 +457,7 @@ _TIGHT = 2.0  # times the forecast
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is left; None: no limit, or not told."""
+    """Free space; None: no limit, or not known."""
 
     source: str
     free_bytes: int | None
@@ -466,7 +466,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a run writes at most."""
+    """Upper bound of a run's files."""
 
     checkpoint_bytes: int | None  # None: the model's size is not known
     rollout_bytes: int
@@ -478,7 +478,7 @@ class Forecast:
 
 
 def forecast(config: Config) -> Forecast:
-    """Foresee it from the run file, and the model's config.json where it can be read."""
+    """Forecast from the run file, and the model's config.json if it can be read."""
     tokens = config.generation.max_tokens
     rollouts = config.run.num_steps * config.admission.groups_per_step * config.largest_group
     parameters = _num_parameters(config.model.path / "config.json")
@@ -497,7 +497,7 @@ def _num_parameters(file: Path) -> int | None:
 
 
 def check_space(directory: Path, wanted: Forecast | None) -> list[Finding]:
-    """Free space and quotas against the forecast; None: against nothing."""
+    """Check free space and quotas against the forecast; None: without a forecast."""
     rooms = [_of_filesystem(directory), *_quotas(directory)]
     findings = [finding for room in rooms for finding in judge(room, wanted)]
     if wanted is not None and wanted.checkpoint_bytes is None:
@@ -507,7 +507,7 @@ def check_space(directory: Path, wanted: Forecast | None) -> list[Finding]:
 
 
 def judge(room: Room, wanted: Forecast | None) -> Iterator[Finding]:
-    """One source of room."""
+    """Findings on one source of room."""
     need = wanted.total if wanted else 0
     if room.free_bytes is not None:
         text = f"{_size(room.free_bytes)} left" + (f"; the run writes up to {_size(need)}" if wanted else "")
@@ -559,7 +559,7 @@ def parse_quota(text: str, source: str) -> Iterator[Room]:
 
 
 def _room(source: str, kib: list[int], files: list[int]) -> Iterator[Room]:
-    """used, soft, hard of each; the soft one holds after its days of grace."""
+    """Room by used, soft and hard limit of each; the soft one holds after its grace period."""
     free = [None if not (soft or hard) else max(0, (soft or hard) - used) for used, soft, hard in (kib, files)]
     if free != [None, None]:
         yield Room(source, None if free[0] is None else free[0] * 1024, free[1])

@@ -1,8 +1,8 @@
-"""Refuse before submission what the cluster would refuse, or keep pending forever.
+"""Refuse before submission plans that the cluster would refuse, or keep pending forever.
 
-Input: JobPlan and ClusterFacts.  Output: Findings.  Whether a component fits the cluster, sbatch --test-only says.
-`check_plan`, which is pure, finds what sbatch takes without a word although it never starts, or not well: limits that
-the site does not enforce at submission, components that do not fit together, settings of the cluster.
+Input: JobPlan and ClusterFacts.  Output: Findings.  sbatch --test-only tells whether a component fits the cluster.
+`check_plan`, which is pure, finds plans that sbatch accepts although they never start, or not well: limits that the
+site does not enforce at submission, components that do not fit together, settings of the cluster.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from rlhpc.protocol.errors import ConfigError
 
 # ----------------------------------------------------------------------------------------------------------- job limits
 #
-# Hold a plan against the limits of QOS and accounts, which count whether or not the site file names a QOS.  Pure.
+# Check a plan against the limits of QOS and accounts, which hold whether or not the site file names a QOS.  Pure.
 #
 # Input: JobComponent or JobPlan, and ClusterFacts.  Output: Findings.  As in Slurm, the first that sets a limit
 # decides: the partition's QOS, the job's own (before it with the flag OverPartQOS), then the user's share of the
 # account and every account above it.  Slurm takes jobs beyond most limits, and keeps them pending for ever.
 
-NORMAL = "normal"  # where neither the site nor the user has chosen a QOS
+NORMAL = "normal"  # if neither the site nor the user has chosen a QOS
 _PER = {"job": "per job", "node": "per node and job", "user": "per user", "account": "per account", "group": "in all"}
 _RESOURCES = {"cpu": "cores", "mem": "GiB of memory", "node": "nodes"}
 _SMALLER = "a smaller size, or another `qos` or `account`"
@@ -50,7 +50,7 @@ _SMALLER = "a smaller size, or another `qos` or `account`"
 
 @dataclass(frozen=True)
 class LimitSource:
-    """A QOS or an account, and what it allows."""
+    """A QOS or an account, with its limits."""
 
     key: str  # of the site file that chooses it: qos, partition, account
     value: str
@@ -60,14 +60,14 @@ class LimitSource:
 
 @dataclass(frozen=True)
 class Limit:
-    """The one that decides, of all that hold for a job."""
+    """The deciding one of all limits that hold for a job."""
 
     most: int
     source: LimitSource
 
 
 def qos_of(component: JobComponent, facts: ClusterFacts, partition: str = "") -> Qos | None:
-    """Return the QOS that its job has, named or not; None: not known, or the site has none."""
+    """Return the QOS of a component's job, explicit or default; None: not known, or the site has none."""
     name = component.allocation.qos
     if name is None:
         mine = association_of(component, facts, partition)
@@ -77,7 +77,7 @@ def qos_of(component: JobComponent, facts: ClusterFacts, partition: str = "") ->
 
 
 def association_of(component: JobComponent, facts: ClusterFacts, partition: str = "") -> Association | None:
-    """Return the user's share of the account that its job is charged to; one of the partition goes first."""
+    """Return the user's association with the job's account; one of the partition goes first."""
     account = (component.allocation.account or facts.default_account).lower()
     mine = [each for each in facts.associations or () if each.account == account]
     fits = [each for each in mine if each.partition == partition and partition] or [
@@ -89,7 +89,7 @@ def association_of(component: JobComponent, facts: ClusterFacts, partition: str 
 def sources_of(
     component: JobComponent, partition: PartitionFacts | None, facts: ClusterFacts
 ) -> list[list[LimitSource]]:
-    """Return those whose limits hold for a component, by precedence; those in one list hold together."""
+    """Return the sources of limits of a component, by precedence; those in one list hold together."""
     name = partition.name if partition is not None else ""
     found = []
     own = qos_of(component, facts, name)
@@ -109,7 +109,7 @@ def sources_of(
 
 
 def check_limits(component: JobComponent, partition: PartitionFacts | None, facts: ClusterFacts) -> Iterator[Finding]:
-    """Find what one job of this component asks for beyond a limit: it would never start."""
+    """Find requests of one job of this component beyond a limit: it would never start."""
     if "limits" not in facts.enforced:
         return
     limit_of = partial(_limit_of, sources_of(component, partition, facts))
@@ -145,7 +145,7 @@ def check_limits(component: JobComponent, partition: PartitionFacts | None, fact
 def check_limits_together(
     plan: JobPlan, partitions: Mapping[str, PartitionFacts | None], facts: ClusterFacts
 ) -> Iterator[Finding]:
-    """Find what all jobs of a plan need beyond a limit while each alone keeps to it.
+    """Find requests of all jobs of a plan together beyond a limit that each alone keeps.
 
     partitions: of each component by name.  Every component of a heterogeneous job and every task of an array counts.
     """
@@ -168,9 +168,9 @@ def check_limits_together(
 def _sums(
     plan: JobPlan, partitions: Mapping[str, PartitionFacts | None], facts: ClusterFacts
 ) -> dict[tuple[str, str, str, str], _Sum]:
-    """Add up what components ask for under the same limit: by key and value of its source, of whom, of what."""
+    """Add up requests of components under the same limit: by key and value of its source, scope, resource."""
     sums: dict[tuple[str, str, str, str], _Sum] = defaultdict(_Sum)
-    shares_nodes = len(plan.jobs) > 1  # a node counts once, and jobs of their own may share it
+    shares_nodes = len(plan.jobs) > 1  # a node counts once, and separate jobs may share it
     for job in plan.jobs:
         for part in job.components:
             sources, asked = sources_of(part, partitions.get(part.name), facts), _wanted(part) | {"": 1}
@@ -184,13 +184,13 @@ def _sums(
 
 
 class _Sum:
-    """Return what components that share a limit ask for."""
+    """Sum of requests of components that share a limit."""
 
     def __init__(self) -> None:
         self.parts: list[JobComponent] = []
         self.limit: Limit | None = None
         self.needed = self.wanted = 0  # without and with every further task of an array
-        self.is_told = False  # one alone is beyond it
+        self.is_told = False  # a single one is beyond the limit, and reported
 
     def add(self, part: JobComponent, limit: Limit, amount: int, num_tasks: int) -> None:
         """Count one component."""
@@ -202,7 +202,7 @@ class _Sum:
 
 
 def _accounts_from(name: str, facts: ClusterFacts) -> list[LimitSource]:
-    """Return an account and those above it: what they allow all their users holds for each."""
+    """Return an account and those above it, whose limits for all their users also hold."""
     known, found = {each.name: each for each in facts.accounts}, []
     while name in known:
         account = known.pop(name)
@@ -227,7 +227,7 @@ def _limit_of(sources: list[list[LimitSource]], what: str, scope: str, resource:
 
 
 def _wanted(component: JobComponent) -> dict[str, int]:
-    """Return what one job of the component requests, by resource, without what the site adds."""
+    """Return the requests of one job of the component, by resource, without the site's defaults."""
     gpus = component.nodes * component.gpus_per_node
     wanted = {
         "node": component.nodes,
@@ -251,7 +251,7 @@ def _amount(resource: str, amount: int) -> str:
 
 
 def _key(component: JobComponent, resource: str) -> str:
-    """Return the key of the site file that a size comes from."""
+    """Return the key of the site file for a size."""
     has_gpus = component.name in ("trainer", "generation")
     keys = {
         "cpu": "cpus_per_gpu" if has_gpus else "cpus_per_task",
@@ -263,11 +263,11 @@ def _key(component: JobComponent, resource: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- slurm check
 
-SHORTEST_JOB_AGE_S = 60  # below it a job that ended between two looks has never been seen
+SHORTEST_JOB_AGE_S = 60  # of MinJobAge: below it, a job that ends between two queries is never seen
 
 
 def refuse_unfit(plan: JobPlan) -> list[str]:
-    """Ask the cluster whether it would take the plan; returns lines about what it would take, and may not do well.
+    """Ask the cluster whether it would accept the plan; returns warnings.
 
     Raises ConfigError with one line for each failure: key, value, what is legal.  Raises SlurmError: slurmctld does not
     answer, or Slurm is not here.
@@ -282,7 +282,7 @@ def refuse_unfit(plan: JobPlan) -> list[str]:
 
 
 def as_far_as_slurm_answers(look: Callable[[], object], tell: Callable[[str], object]) -> None:
-    """Check what a dry run would submit; where Slurm does not answer, what it alone knows is said to be unchecked."""
+    """Check a dry run's plan; if Slurm does not answer, report which checks were skipped."""
     try:
         look()
     except SlurmError as error:
@@ -297,12 +297,12 @@ def find_unfit(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
 
 
 def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
-    """Return findings on what sbatch --test-only does not tell."""
+    """Return findings that sbatch --test-only does not report."""
     return _as_written(_checked(plan, facts), plan)
 
 
 def _as_written(findings: Iterable[Finding], plan: JobPlan) -> list[Finding]:
-    """Name each key as the site file has it; what is said of one in [common] is said once, with whom it is said of."""
+    """Name keys as in the site file; findings on a key in [common] are merged, with the names of the components."""
     of_common: dict[Finding, list[str]] = {}
     for finding in findings:
         section, _, key = finding.key.partition(".")
@@ -322,7 +322,7 @@ def _as_written(findings: Iterable[Finding], plan: JobPlan) -> list[Finding]:
 def _checked(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     findings = [finding for part in plan.components for finding in _in_partitions(part, facts)]
     findings += [finding for part in plan.components for finding in _fewer_gpus(part, facts)]
-    # Sums of what does not fit alone mean nothing.
+    # Sums of components that do not fit alone are meaningless.
     if not any(finding.verdict == "fail" for finding in findings):
         findings += [*_over_budget(plan, facts), *check_limits_together(plan, _partitions(plan, facts), facts)]
     findings += [*_preemption(plan, facts), *_requeue(plan, facts), *_arrays(plan, facts), *_submissions(plan, facts)]
@@ -330,7 +330,7 @@ def _checked(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
 
 
 def try_components(plan: JobPlan, facts: ClusterFacts, skip: Collection[str] = ()) -> list[Finding]:
-    """`sbatch --test-only` of every component by itself; what waits for nodes that are away is a warning.
+    """Run `sbatch --test-only` for every component by itself; waiting for nodes that are down is a warning.
 
     Raises SlurmError: slurmctld does not answer.
     """
@@ -355,7 +355,7 @@ def _try(component: JobComponent, script: Path, facts: ClusterFacts, asked: str)
         said = str(error).removeprefix("sbatch: ")
         if (blamed := _blamed(component, said, facts)) is not None:
             return blamed
-        # Slurm says "configuration is not available" of what no node has, and of what no node has that is up.
+        # Slurm says "configuration is not available" if no node can satisfy a request, and if no node that is up can.
         nodes = [node for partition in partitions_of(component, facts) for node in facts.nodes_of(partition.name)]
         may_be_away = not nodes or not all(node.is_up for node in nodes)
         waits = "not available (" in said or ("node configuration is not available" in said and may_be_away)
@@ -365,19 +365,19 @@ def _try(component: JobComponent, script: Path, facts: ClusterFacts, asked: str)
 
 
 def partitions_of(component: JobComponent, facts: ClusterFacts) -> list[PartitionFacts]:
-    """Return the partitions that are named, or the default one, without those that do not exist."""
+    """Return the named partitions, or the default one, without those that do not exist."""
     named = component.allocation.partition or facts.default_partition or ""
     return [found for name in named.split(",") if (found := facts.partition(name)) is not None]
 
 
 def _nodes_of(component: JobComponent, facts: ClusterFacts) -> list[NodeFacts]:
-    """Return the nodes of its partitions that the site shows, each once."""
+    """Return the visible nodes of a component's partitions, each once."""
     names = {partition.name for partition in partitions_of(component, facts)}
     return [node for node in facts.nodes if node.partitions & names]
 
 
 def _without_accounting(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
-    """Accounts and QOS that nothing is known of: Slurm takes any, and its jobs have none."""
+    """Warn of accounts and QOS on a cluster without accounting: Slurm accepts any, and jobs have none."""
     if facts.associations is not None:
         return
     text = "not checked: this cluster keeps no accounts, or did not tell them; Slurm may pass over it"
@@ -394,13 +394,13 @@ def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
         yield Finding("slurm.PrivateData", facts.config.get("PrivateData", ""), "warn", text)
 
 
-# ------------------------------------------------------------------------------------- limits that Slurm does not tell
+# ------------------------------------------------------------------------------------ limits that Slurm does not check
 
 
 def _in_partitions(component: JobComponent, facts: ClusterFacts) -> Iterator[Finding]:
-    """Limits beyond which most sites take a job and never start it.
+    """Check limits of partitions: most sites accept a job beyond them and never start it.
 
-    If several partitions are named, what only some of them refuse is a warning.
+    If several partitions are named, a request that only some of them refuse is a warning.
     """
     if "partition" in facts.hidden:
         yield from check_limits(component, None, facts)
@@ -428,7 +428,7 @@ def _in_partition(component: JobComponent, partition: PartitionFacts, facts: Clu
 
 
 def _policy(component: JobComponent, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
-    """Accounts and QOS that it takes.  Newer Slurm includes an account's children: a warning."""
+    """Check a partition's allowed accounts and QOS.  Newer Slurm includes an account's children: a warning."""
     account, qos = component.allocation.account or facts.default_account, qos_of(component, facts, partition.name)
     if account and not _is_allowed(account.lower(), partition.allowed_accounts, partition.denied_accounts):
         text = f"partition {partition.name!r} does not accept this account by its name: it may never start"
@@ -447,7 +447,7 @@ def _is_allowed(name: str, allowed: tuple[str, ...] | None, denied: tuple[str, .
 
 
 def _over_budget(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
-    """Components together: each component of a heterogeneous job gets nodes of its own, other jobs share nodes."""
+    """Check components together: each one of a heterogeneous job gets nodes of its own, other jobs share nodes."""
     for job in plan.jobs:
         if len(job.components) > 1:
             yield from _distinct_nodes(job, facts)
@@ -458,9 +458,9 @@ def _over_budget(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
-    """Hall's condition: no group of components asks for more nodes than all of the group's candidates are.
+    """Check Hall's condition: no group of components requests more nodes than the group's candidates.
 
-    Slurm takes a job that breaks it, and lets it wait forever.  The smallest group to blame is told.
+    Slurm accepts a job that violates it, and lets it wait forever.  The smallest violating group is reported.
     """
     reach = {part.name: _nodes_with_its_gpus(part, facts) for part in job.components}
     for size in range(2, len(job.components) + 1):
@@ -480,7 +480,7 @@ def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _nodes_with_its_gpus(component: JobComponent, facts: ClusterFacts) -> dict[str, NodeFacts]:
-    """Nodes of its partitions by name, whatever state they are in, that have the GPUs that it needs of one."""
+    """Names of nodes of a component's partitions, in any state, that have the GPUs needed per node."""
     return {
         node.name: node
         for partition in partitions_of(component, facts)
@@ -490,7 +490,7 @@ def _nodes_with_its_gpus(component: JobComponent, facts: ClusterFacts) -> dict[s
 
 
 def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
-    """Jobs that do not all fit at the same time run one after another, and wait for each other while they do."""
+    """Check GPUs of all jobs at once: jobs that do not fit together run one after another, and wait for each other."""
     parts = [(part, job.array_size or 1) for job in plan.jobs for part in job.components if part.gpus_per_task]
     for group in (group for size in range(1, len(parts) + 1) for group in itertools.combinations(parts, size)):
         there = {name: node for part, _ in group for name, node in _nodes_with_its_gpus(part, facts).items()}
@@ -510,7 +510,7 @@ def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _added_at_once(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
-    """More added generators than there is room for at any time, whatever else runs: the others would only wait."""
+    """Check added generators: more than ever fit would only wait."""
     (part,) = job.components
     has_gpus, wanted = bool(part.gpus_per_node), job.array_size or 1
     each = part.gpus_per_node if has_gpus else part.tasks_per_node * part.cpus_per_task
@@ -529,7 +529,7 @@ def _gpus_of(component: JobComponent, node: NodeFacts) -> int:
 
 
 def _fewer_gpus(component: JobComponent, facts: ClusterFacts) -> Iterator[Finding]:
-    """Nodes with fewer GPUs than the site file says: a run that fills them would be refused."""
+    """Find nodes with fewer GPUs than in the site file: a run that fills them would be refused."""
     said = component.gpus_there
     most = max((_gpus_of(component, node) for node in _nodes_of(component, facts)), default=0)
     if said is not None and said > most > 0:
@@ -538,7 +538,7 @@ def _fewer_gpus(component: JobComponent, facts: ClusterFacts) -> Iterator[Findin
 
 
 def _partitions(plan: JobPlan, facts: ClusterFacts) -> dict[str, PartitionFacts | None]:
-    """The only partition of each component; None where there are several, of which one has to do."""
+    """The only partition of each component; None if there are several, of which one suffices."""
     found = {part.name: partitions_of(part, facts) for part in plan.components}
     return {name: partitions[0] if len(partitions) == 1 else None for name, partitions in found.items()}
 
@@ -551,11 +551,11 @@ def _partition_name(component: JobComponent, facts: ClusterFacts) -> str:
     return repr(component.allocation.partition or facts.default_partition or "")
 
 
-# ------------------------------------------------------------------------------------------------- refusals in our keys
+# -------------------------------------------------------------------------------------------- refusals by our own keys
 
 
 def _blamed(component: JobComponent, said: str, facts: ClusterFacts) -> Finding | None:
-    """Return sbatch's refusal by the key of the site file that it is about; None: it does not tell."""
+    """Return sbatch's refusal with the key of the site file that causes it; None if that is not clear."""
     found = _blamed_partition(component, said, facts) or _blamed_name(component, said.lower(), facts)
     if found is None and "configuration is not available" not in said and "can not be satisfied" not in said:
         return None
@@ -575,7 +575,7 @@ def _blamed_partition(component: JobComponent, said: str, facts: ClusterFacts) -
 
 
 def _blamed_name(component: JobComponent, said: str, facts: ClusterFacts) -> Finding | None:
-    """An account, a QOS, a reservation or a feature that is not there, or not for this user."""
+    """Find an account, a QOS, a reservation or a feature that does not exist, or not for this user."""
     allocation = component.allocation
 
     def wrong(key: str, value: str, text: str, legal: Iterable[str]) -> Finding:
@@ -602,7 +602,7 @@ def _blamed_name(component: JobComponent, said: str, facts: ClusterFacts) -> Fin
 
 
 def _blamed_size(component: JobComponent, facts: ClusterFacts) -> Finding | None:
-    """What the component asks of one node, and none of its partition has, up or down; None: some node has it all."""
+    """Find a request per node that no node of the partition, up or down, satisfies; None: some node satisfies all."""
     name, tasks, kind, nodes = (
         component.name,
         component.tasks_per_node,
@@ -640,7 +640,7 @@ def _blamed_size(component: JobComponent, facts: ClusterFacts) -> Finding | None
     return None
 
 
-# ------------------------------------------------------------------------------------------------- how the cluster acts
+# ---------------------------------------------------------------------------------------------- settings of the cluster
 
 
 def _preemption(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
@@ -699,7 +699,7 @@ def _arrays(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _submissions(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
-    """Slurm counts components and array tasks one by one."""
+    """Number of jobs that Slurm counts: every component and every array task."""
     if "limits" not in facts.enforced:
         return
     number = sum((job.array_size or 1) * len(job.components) for job in plan.jobs)

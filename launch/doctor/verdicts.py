@@ -15,13 +15,13 @@ from rlhpc.config.rules import Config
 
 # --------------------------------------------------------------------------------------------------------- gpu software
 #
-# Can the GPUs of a node run the torch that is installed there?  Driver, architecture, compiler.  Pure.
+# Check that the GPUs of a node can run its torch: driver, architecture, compiler.  Pure.
 #
 # Input: a probe's report.  Output: Findings.  The tables are NVIDIA's and torch's; they are consulted only where
 # nvidia-smi lists GPUs.
 
 LEAST_DRIVER = {13: 580, 12: 525, 11: 450}  # by CUDA's major release, minor versions being compatible
-OLDEST_ARCHITECTURE = {13: (7, 5), 12: (7, 0), 11: (5, 0)}  # what CUDA 13 still compiles for: V100 (sm_70) is out
+OLDEST_ARCHITECTURE = {13: (7, 5), 12: (7, 0), 11: (5, 0)}  # supported by each CUDA: 13 drops V100 (sm_70)
 NEWEST_ARCHITECTURE = (12, 1)
 BFLOAT16_ARCHITECTURE = (8, 0)
 # GeForce and TITAN cards refuse the compatibility package (error 803); all others are let through.
@@ -121,7 +121,7 @@ def _sm(capability: tuple[int, int]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
-SLOW_S = 5.0  # files that take longer to be seen make rendezvous slow
+SLOW_S = 5.0  # files that take longer to appear make rendezvous slow
 LEAST_TMP, LEAST_SHM, LEAST_FILES = 10 * GIB, GIB, 4096
 SLOW_GBIT = {"nccl": 20.0, "gloo": 1.0}  # below it weights of a large model take minutes
 _PREFIXES = {
@@ -256,7 +256,7 @@ def _room(key: str, ready: dict[str, Any], component: JobComponent) -> Iterator[
 
 
 def _limits(key: str, limits: dict[str, int], component: JobComponent) -> Finding:
-    """Slurm gives a job the limits of the submitting shell, unless the site forbids it (PropagateResourceLimits)."""
+    """Check limits: jobs inherit those of the submitting shell, unless PropagateResourceLimits forbids it."""
     files, locked, remedy = limits["nofile"], limits["memlock"], ""
     text = f"open files {_limit(files)}, locked memory {_limit(locked)}"
     if component.gpus_per_task > 0 and locked != -1:
@@ -285,7 +285,7 @@ def _limit(value: int) -> str:
 
 
 def _alike(reports: Reports) -> Iterator[Finding]:
-    """Trainer and generation must have the same torch: they share a process group."""
+    """Check that trainer and generation have the same torch: they share a process group."""
     found = {name: ready["versions"]["torch"] for name, ready in reports.ready.items() if "torch" in ready["versions"]}
     if len(set(found.values())) > 1:
         text = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
@@ -333,7 +333,7 @@ def _bandwidth(reports: Reports, nodes: dict[str, str]) -> Iterator[Finding]:
         for peer, found in result.get("stream", {}).items():
             text = _figure(found, "one TCP stream")
             yield row(f"{name} → {peer}", "warn" if "error" in found else "pass", text + _same(name, peer, nodes))
-    told: dict[str, dict[str, Any]] = {}  # by both names: each of the two may have failed
+    told: dict[str, dict[str, Any]] = {}  # by the pair's names: either of the two may have failed
     for result in reports.results.values():
         for pair, found in result.get("broadcast", {}).items():
             if pair not in told or "error" in found:

@@ -55,7 +55,7 @@ from rlhpc.protocol.errors import ConfigError, RoleFailed, RunDirectoryError
 
 _BROKEN = ("inval", "drain", "fail", "error")  # node states that do not change by waiting
 _UP = ("idle", "planned", "mixed", "allocated", "completing")
-IDLE = ("idle", "planned")  # the second is the first with a job to come, and stays for a moment when that is gone
+IDLE = ("idle", "planned")  # planned: idle with a job to come, and for a moment after that job is gone
 _TIMED_OUT = "Socket timed out"  # in what a command says if slurmctld did not answer in time
 _COMMAND_S = 60.0
 
@@ -64,7 +64,7 @@ class DevCluster:
     """A cluster in a directory.  As a context manager it is started on entry and ended on exit."""
 
     def __init__(self, root: Path, description: Description, *, dies_with_parent: bool = False) -> None:
-        """Called by `create` and `open` alone."""
+        """Used by `create` and `open`."""
         self.layout = ClusterLayout(root)
         self.shape = description.shape
         self.installation = Installation(Path(description.prefix) if description.prefix else None)
@@ -82,13 +82,13 @@ class DevCluster:
         """
         if shape.has_networks:
             processes.require()
-        root = root.resolve()  # processes are found again by the real paths of files that they hold
+        root = root.resolve()  # processes are found again by the real paths of their open files
         layout = ClusterLayout(root)
         check_owner(root)
         if root.exists() and (not root.is_dir() or any(root.iterdir())):
             raise RunDirectoryError(f"{root}: exists and is not a dev cluster; choose a new or empty directory")
         layout.make()
-        # Like a real site's; different in each cluster and process, so that leftovers of jobs are not mixed up.
+        # As on a real site; different in each cluster and process, so that leftovers of jobs are not mixed up.
         first_job_id = 1_000_000 + (int(time.time()) + os.getpid() % 1000 * 9000) % 9_000_000
         prefix = str(installation.prefix) if installation.prefix else None
         description = Description(shape, prefix, first_job_id)
@@ -137,7 +137,7 @@ class DevCluster:
             with reserved_ports(2 + len(self.shape.nodes)) as ports:
                 self._write_files(ports)
                 self.repair(wait_s)
-        except BaseException:  # survived: nothing; whatever it was, no daemon may be left behind
+        except BaseException:  # nothing is survived, but no daemon may be left behind
             self.stop()
             raise
         return time.monotonic() - began
@@ -149,7 +149,7 @@ class DevCluster:
         return missing
 
     def revive(self, wait_s: float = 30.0) -> list[str]:
-        """Repair without waiting for the nodes."""
+        """Restart dead daemons without waiting for the nodes."""
         strays = self.network.end_strays() if self.network else []
         missing = [name for name in self.daemon_names if name in strays or not self.daemons.is_alive(name)]
         for name in missing:
@@ -217,7 +217,7 @@ class DevCluster:
     def run(self, *command: str, check: bool = True, timeout_s: float = _COMMAND_S) -> str:
         """Run one of Slurm's commands; returns what it printed.  Raises RoleFailed: exit status not 0, or too slow.
 
-        They wait only five seconds for an answer here, too short on a loaded machine: all but submissions are repeated.
+        Commands wait only five seconds for an answer, too short on a loaded machine: all but submissions are repeated.
         """
         for _ in Deadline(timeout_s).polls(0.5):
             done = self._run_once(command, timeout_s)
@@ -297,7 +297,7 @@ class DevCluster:
         return "dev" + hashlib.sha256(os.fsencode(self.layout.root)).hexdigest()[:8]
 
     def _wait_for_service(self, name: str, wait_s: float) -> None:
-        """Return when those that start after it can use it."""
+        """Wait until later daemons can use a daemon."""
         layout = self.layout
         if self.network and name in (HUB, *self.network.holders):
             self.network.serve(name, wait_s)
@@ -315,7 +315,7 @@ class DevCluster:
                 ("add", "user", user, f"account={account}"),
                 ("modify", "user", "where", f"name={user}", "set", f"defaultaccount={account}"),
             ):
-                self.run("sacctmgr", "--immediate", *what, check=False)  # not 0 also when it is there already
+                self.run("sacctmgr", "--immediate", *what, check=False)  # also fails if it exists already
 
     def _write_files(self, ports: list[int]) -> None:
         layout, shape = self.layout, self.shape
@@ -349,7 +349,7 @@ class DevCluster:
                         device.symlink_to("/dev/null")  # slurmd asks for a device file and follows links
 
     def _forget_last_life(self) -> None:
-        """Records of daemons that no longer exist, as after a reboot."""
+        """Remove records of daemons that no longer exist, as after a reboot."""
         for name in self.daemons.recorded():
             self.layout.pid_file(name).unlink()
         for path in (self.layout.munge_socket, self.layout.database_socket, self.layout.subnet):
@@ -378,7 +378,7 @@ def _accepts(port: int) -> bool:
 
 
 def act(options: argparse.Namespace) -> int:
-    """Do what is asked for; returns the exit status."""
+    """Run the requested command; returns the exit status."""
     return {"up": up, "status": status, "down": down}[options.action](options)
 
 

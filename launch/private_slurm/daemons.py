@@ -51,7 +51,7 @@ class Daemons:
     def __init__(self, layout: ClusterLayout, installation: Installation, *, dies_with_parent: bool = False) -> None:
         self._layout, self._installation = layout, installation
         self._dies_with_parent = dies_with_parent and shutil.which("setpriv") is not None
-        self._children: dict[str, subprocess.Popen[bytes]] = {}  # whose status we have to fetch
+        self._children: dict[str, subprocess.Popen[bytes]] = {}  # to be reaped by us
 
     def start(self, name: str) -> None:
         """Start the daemon of that name, unless it lives.  Returns at once.  Raises SlurmMissing."""
@@ -79,13 +79,13 @@ class Daemons:
         self._children[name] = child
         try:
             write_record(self._layout.pid_file(name), child.pid)
-        except BaseException:  # survived: nothing; what has no record, nobody would end
+        except BaseException:  # nothing is survived; a daemon without a record would never be ended
             child.kill()
             self._reap(name)
             raise
 
     def find(self, name: str) -> Process | None:
-        """The process recorded for a daemon, dead or alive; None: never started, or ended in good order."""
+        """The process recorded for a daemon, dead or alive; None: never started, or ended properly."""
         return read_record(self._layout.pid_file(name))
 
     def is_alive(self, name: str) -> bool:
@@ -100,12 +100,12 @@ class Daemons:
         return {name: found for name in names if (found := self.find(name))}
 
     def end(self, *names: str, at_once: bool = False) -> None:
-        """SIGTERM, SIGKILL after 10 s or at once, and forget them."""
+        """End daemons by SIGTERM, SIGKILL after 10 s or at once, and remove their records."""
         end([found for name in names if (found := self.find(name))], 0.0 if at_once else _TERM_S)
         self._forget(*names)
 
     def kill(self, name: str) -> None:
-        """SIGKILL, as a crash would.  Raises RunDirectoryError: it does not run."""
+        """End a daemon by SIGKILL, to simulate a crash.  Raises RunDirectoryError: it does not run."""
         found = self.find(name)
         if found is None or not found.is_alive:
             raise RunDirectoryError(f"{self._layout.root}: {name} is not running")
@@ -179,8 +179,8 @@ class Daemons:
 def reserved_ports(count: int) -> Iterator[list[int]]:
     """Free TCP ports below the ephemeral range, kept from every other cluster while the context lasts.
 
-    The sockets are bound without SO_REUSEADDR, so that no second reservation gets the port, and given it afterwards,
-    so that Slurm's daemons, which set it, do.  Raises RunDirectoryError: not enough free ports.
+    The sockets are bound without SO_REUSEADDR, so that no second reservation gets the port; the option is set
+    afterwards, so that Slurm's daemons, which set it, can bind.  Raises RunDirectoryError: not enough free ports.
     """
     low, high = _LOWEST_PORT, _lowest_ephemeral_port()
     held: list[socket.socket] = []
@@ -219,7 +219,7 @@ def _lowest_ephemeral_port() -> int:
 
 
 class Network:
-    """Joins what its holders hold.  Holders are started and ended by Daemons under the names in `names`."""
+    """Joins the nodes' namespaces.  Their holders are started and ended by Daemons under the names in `names`."""
 
     def __init__(self, layout: ClusterLayout, daemons: Daemons, shape: ClusterShape) -> None:
         self._layout, self._daemons, self._shape = layout, daemons, shape
@@ -235,12 +235,12 @@ class Network:
         return self._layout.subnet.read_text(encoding="ascii").strip()
 
     def serve(self, name: str, wait_s: float) -> None:
-        """Join what a holder that has just been started holds.  Raises RoleFailed."""
+        """Join the namespace of a holder that has just been started.  Raises RoleFailed."""
         self._daemons.wait_until(lambda: processes.is_ready(self._daemons.find(name)), name, wait_s)
         if name != HUB:
             self._plug(name)
             return
-        # A switch that is started anew finds the addresses in slurm.conf, and the nodes without a link.
+        # A restarted switch finds the addresses in slurm.conf, and nodes without a link.
         before = self.subnet if self._layout.subnet.exists() else None
         subnet = processes.claim_subnet(self._holder(HUB), str(self._layout.root), before)
         self._layout.subnet.write_text(f"{subnet}\n", encoding="ascii")
@@ -261,7 +261,7 @@ class Network:
         processes.forward(self._holder(HUB), node, is_cut=is_cut)
 
     def close(self) -> None:
-        """Take this machine's interface away.  Does nothing where there is none."""
+        """Remove this machine's interface, if there is one."""
         hub = self._daemons.find(HUB)
         if hub and hub.is_alive:
             processes.leave(hub)
@@ -272,7 +272,7 @@ class Network:
         processes.plug(self._holder(HUB), self._holder(holder), node, address)
 
     def _hosts(self, subnet: str) -> str:
-        """Text of a node's /etc/hosts: there is no name server that it could reach."""
+        """Text of a node's /etc/hosts: it cannot reach a name server."""
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         lines += [f"{self._shape.address(node, subnet)} {node}" for node in self._shape.nodes]
         return "\n".join([*lines, f"{machine_address(subnet)} {socket.gethostname()}"]) + "\n"

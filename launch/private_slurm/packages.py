@@ -30,7 +30,7 @@ REMEDY = (
     "install Slurm's packages (Debian, Ubuntu: apt-get install --no-install-recommends slurmctld slurmd slurm-client "
     "munge), or let `rlhpc cluster up --private` unpack them in your own cache, which needs apt's lists and a network"
 )
-OWN_LIBRARIES = "deps"  # in a prefix that brings its C library: what its programs are linked against
+OWN_LIBRARIES = "deps"  # libraries of a prefix with its own C library
 DIRECTORIES = ("usr/sbin", "usr/bin", "sbin", "bin")
 _PLUGINS = ("usr/lib/*/slurm-wlm", "usr/lib/*/slurm", "usr/lib64/slurm", "usr/lib/slurm", "lib/slurm", "lib64/slurm")
 
@@ -62,7 +62,7 @@ class Installation:
     @property
     def plugins(self) -> Path:
         """Directory of Slurm's plugins.  Raises SlurmMissing."""
-        # Beside the programs, whose path is looked up: a site's own build lives in /opt or /usr/local.
+        # Beside the programs, found by PATH: a site's own build is in /opt or /usr/local.
         base = self.prefix or Path(self.program("slurmctld")).resolve().parents[1]
         for root in (base, Path("/")):
             for pattern in _PLUGINS:
@@ -88,7 +88,7 @@ class Installation:
         if not self.prefix:
             return {}
         added = {"PATH": os.pathsep.join(map(str, self.directories))}
-        # With libraries of its own its programs know where these are, and a job's programs must not find them.
+        # Programs with their own libraries have the paths built in, and a job's programs must not find them.
         if not (self.prefix / OWN_LIBRARIES).is_dir():
             added["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, [self.plugins, self.plugins.parent]))
         return added
@@ -114,10 +114,10 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _TOOLS = {"apt-get": "apt", "dpkg": "dpkg", "patchelf": "patchelf"}  # and the packages that have them
 # Of what apt would install: no interpreters, no init scripts, no documentation.
 _WANTED = re.compile(r"lib|slurm|munge|mariadb|gcc-.*-base|zlib")
-# Taken from another suite.  The MariaDB client 3.4.10, that of sid and by an update of trixie, allows no column in an
-# answer unless told how many, which slurmdbd does not do: every query fails, and the daemon ends at once.
+# Taken from another suite: the MariaDB client 3.4.10, of sid and of an update of trixie, fails on every query of
+# slurmdbd, which ends at once, because slurmdbd does not announce the number of columns.
 _BORROWED = dict.fromkeys(("trixie", "sid"), ("bookworm", ("libmariadb3",)))
-EDITION = 2  # of what is unpacked: a prefix of an earlier one in a cache is not used
+EDITION = 2  # of the prefix's content: a cached prefix of an earlier edition is not used
 _RELEASE_FETCH_S = 300.0
 _ELF = b"\x7fELF"
 
@@ -136,7 +136,7 @@ def is_own(suite: str) -> bool:
 
 
 def unpack(suite: str, roots: tuple[str, ...], scratch: Path, tree: Path, place: Path) -> None:
-    """Fetch packages and what they need, C library included, into `tree`; its programs run once that is at `place`.
+    """Fetch packages and dependencies, with the C library, into `tree`, whose programs run once it is at `place`.
 
     roots: names of packages.  scratch: an empty directory.  Raises SlurmMissing in one line.
     """
@@ -155,7 +155,7 @@ def unpack(suite: str, roots: tuple[str, ...], scratch: Path, tree: Path, place:
 
 
 def _require(suite: str) -> None:
-    """Raises SlurmMissing: this machine cannot unpack another suite."""
+    """Raise SlurmMissing if this machine cannot unpack another suite."""
     what = f"Slurm {RELEASES.get(suite, '')} of Debian {suite}".replace("  ", " ")
     if _facts().get("ID") != "debian":
         raise SlurmMissing(f"{what}: taken from the package sources of a Debian machine; this is {_name()}")
@@ -166,7 +166,7 @@ def _require(suite: str) -> None:
 
 
 class _Apt:
-    """apt with lists, cache and status of its own, which knows one suite and no installed package."""
+    """apt with lists, cache and status of its own, for one suite and without installed packages."""
 
     def __init__(self, suite: str, scratch: Path) -> None:
         """scratch: its own directory.  Fetches the suite's lists.  Raises SlurmMissing."""
@@ -209,7 +209,7 @@ class _Apt:
 def _said(
     command: Sequence[str], words: tuple[str, str], directory: Path | None, limit_s: float, **variables: str
 ) -> str:
-    """What a command of apt prints.  words: what is wanted, and what to do if apt does not have it.
+    """Output of a command of apt.  words: the wanted package, and the remedy if apt does not have it.
 
     Raises SlurmMissing.
     """
@@ -228,8 +228,8 @@ def _said(
 
 
 def _archive() -> str:
-    """The archive that this machine's own packages come from: other suites lie there too.  Raises SlurmMissing."""
-    fields = "$(RELEASE) $(COMPONENT) $(REPO_URI) $(ORIGIN)"  # the last is there once lists have been fetched
+    """The archive of this machine's own packages, which also has other suites.  Raises SlurmMissing."""
+    fields = "$(RELEASE) $(COMPONENT) $(REPO_URI) $(ORIGIN)"  # the last exists once lists have been fetched
     wanted = ("apt-get", "indextargets", "--format", fields, "Created-By: Packages")
     done = subprocess.run(wanted, capture_output=True, text=True, check=False)
     own = _facts().get("VERSION_CODENAME", "")
@@ -256,7 +256,7 @@ def gather_libraries(tree: Path) -> None:
 
 
 def _settle(tree: Path, place: Path) -> None:
-    """Tell every program and plugin of `tree` where its linker and its libraries will be."""
+    """Set the paths of linker and libraries in every program and plugin of `tree`."""
     linkers = sorted((tree / OWN_LIBRARIES).glob("ld-linux*.so.*"))
     if not linkers:
         raise SlurmMissing("the packages contain no dynamic linker (ld-linux)")
@@ -284,7 +284,7 @@ def _asks_for_a_linker(path: Path) -> bool:
 
 
 def _patch(path: Path, search: str, *more: str) -> None:
-    # RPATH, not RUNPATH: it goes before LD_LIBRARY_PATH, which a user's environment may hold.
+    # RPATH, not RUNPATH: it precedes LD_LIBRARY_PATH, which a user may have set.
     words = ["patchelf", *more, "--force-rpath", "--set-rpath", search, str(path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -337,14 +337,14 @@ def private(cache: Path | None = None, *, has_accounting: bool = False, release:
             _make(prefix, lambda scratch, tree: unpack(release, roots, scratch, tree, prefix))
         else:
             _make(prefix, lambda scratch, tree: _unpack(roots, scratch, tree))
-    _ = here.version  # a system library may have gone since
+    _ = here.version  # fails if a system library was removed since
     return here
 
 
 def obtain(*, is_private: bool = False, has_accounting: bool = False, release: str | None = None) -> Installation:
     """The machine's Slurm, else the private one; with is_private always that.  Raises SlurmMissing.
 
-    release: of releases.RELEASES; None: as $RLHPC_SLURM_RELEASE says.  The machine's own suite is no other one.
+    release: of RELEASES; None: $RLHPC_SLURM_RELEASE.  The machine's own suite needs no prefix of its own.
     """
     wanted = checked(release or os.environ.get(RELEASE_VARIABLE) or None)
     if wanted and not is_own(wanted):
@@ -380,7 +380,7 @@ def _unpack(roots: tuple[str, ...], scratch: Path, tree: Path) -> None:
 
 
 def _needed(roots: tuple[str, ...]) -> list[str]:
-    """Slurm's own packages in any case, and those libraries that the machine lacks."""
+    """Slurm's own packages, and libraries that the machine lacks."""
     own = [
         line.split(":", 1)[1].strip()
         for line in _run("apt-cache", "depends", *roots).splitlines()
@@ -392,7 +392,7 @@ def _needed(roots: tuple[str, ...]) -> list[str]:
 
 
 def _name_programs(tree: Path) -> None:
-    """Do what the packages' own scripts would: a daemon not called by its plain name leaves out GPUs, silently."""
+    """Link programs by their plain names, as the packages' scripts would: else a daemon silently ignores GPUs."""
     for directory in DIRECTORIES:
         for found in (tree / directory).glob("*-wlm"):
             plain = found.with_name(found.name.removesuffix("-wlm"))

@@ -27,7 +27,7 @@ from rlhpc.protocol.errors import ConfigError, RoleFailed, RunDirectoryError
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process.  birth: clock ticks since the machine started."""
+    """A process.  birth: clock ticks since the machine started."""
 
     pid: int
     birth: int
@@ -59,7 +59,7 @@ def process(pid: int) -> Process | None:
 
 
 def slurm_user() -> str:
-    """Return the name of the user that this process runs as.  Raises RunDirectoryError: the uid has none here."""
+    """Return the name of this process's user.  Raises RunDirectoryError: the uid has no name here."""
     name = own_name()
     if not name:
         raise RunDirectoryError(f"user {os.getuid()} has no name here, and Slurm identifies users by name")
@@ -75,7 +75,7 @@ def write_record(path: Path, pid: int) -> None:
 
 
 def read_record(path: Path) -> Process | None:
-    """What `write_record` wrote, or None when there is no such file."""
+    """Process recorded by `write_record`; None if there is no such file."""
     with contextlib.suppress(FileNotFoundError):
         pid, birth = path.read_text(encoding="ascii").split()
         return Process(int(pid), int(birth))
@@ -83,7 +83,7 @@ def read_record(path: Path) -> Process | None:
 
 
 def end(processes: Iterable[Process], grace_s: float) -> None:
-    """SIGTERM, and SIGKILL to what is left after `grace_s`; returns when all are gone (or 5 s after the SIGKILL)."""
+    """Send SIGTERM, and SIGKILL after `grace_s`; returns when all have ended (or 5 s after the SIGKILL)."""
     wanted = list(processes)
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
         for each in wanted:
@@ -122,7 +122,7 @@ def holding(path: Path, program: str) -> list[Process]:
 
 
 def with_environment(any_of: Iterable[str], all_of: Iterable[str]) -> list[Process]:
-    """Processes in whose environment one of `any_of` and all of `all_of` stand; each is `NAME=value` or `NAME=`.
+    """Processes whose environment has one of `any_of` and all of `all_of`; each is `NAME=value` or `NAME=`.
 
     `NAME=` stands for any value.  This process and its ancestors are left out.
     """
@@ -162,7 +162,7 @@ _BRIDGE = "switch"
 
 
 def require() -> None:
-    """Raises ConfigError: this process may not make namespaces, or a program for it is missing."""
+    """Raise ConfigError if this process may not make namespaces, or a program for it is missing."""
     missing = [name for name in ("ip", "nsenter", "unshare") if not Path(_program(name)).is_absolute()]
     if missing:
         raise ConfigError(f"networks of nodes need {', '.join(missing)}: install iproute2 and util-linux")
@@ -182,7 +182,7 @@ def hub_command() -> list[str]:
 
 def node_command(node: str, hosts: Path) -> list[str]:
     """A process that holds network, host name and mounts of one node, also while its slurmd is dead."""
-    # `slave`: what is mounted on this machine later is seen by the node too, and nothing goes the other way.
+    # `slave`: later mounts of this machine appear in the node, but not the other way.
     words = (_program("unshare"), "--net", "--uts", "--mount", "--propagation", "slave")
     rename = "echo $0 > /proc/sys/kernel/hostname"
     script = f"{rename} && mount --bind $1 /etc/hosts && {_program('ip')} link set lo up && exec sleep infinity"
@@ -190,7 +190,7 @@ def node_command(node: str, hosts: Path) -> list[str]:
 
 
 def inside(holder: Process) -> list[str]:
-    """Words before a command that is to run in the node of a holder.
+    """Words before a command that run it in a holder's node.
 
     Not `ip netns exec`: it mounts another /sys, in which slurmd finds no cgroups and dies.
     """
@@ -198,7 +198,7 @@ def inside(holder: Process) -> list[str]:
 
 
 def is_ready(holder: Process | None) -> bool:
-    """True when a process of `hub_command` or `node_command` has made what it holds."""
+    """True when a process of `hub_command` or `node_command` has made its namespace."""
     if holder is None or not holder.is_alive:
         return False
     return Path(f"/proc/{holder.pid}/comm").read_text(encoding="ascii").strip() == "sleep"
@@ -224,7 +224,7 @@ def claim_subnet(hub: Process, label: str, wanted: str | None = None) -> str:
 
 
 def plug(hub: Process, holder: Process, node: str, address: str) -> None:
-    """Give a node its link to the switch, a new one where it had one.  Raises RoleFailed."""
+    """Link a node to the switch, replacing an old link.  Raises RoleFailed."""
     _run(*_in_network(hub), _program("ip"), "link", "del", "dev", node)  # of an earlier holder; usually there is none
     add = f"link add dev {node} type veth peer name eth0 netns {holder.pid}"
     _batch(hub, add, f"link set dev {node} master {_BRIDGE} up")
@@ -232,12 +232,12 @@ def plug(hub: Process, holder: Process, node: str, address: str) -> None:
 
 
 def forward(hub: Process, node: str, *, is_cut: bool) -> None:
-    """Unplug a node from the switch, or plug it in again; the node's own interface stays up and notices nothing."""
+    """Unplug a node from the switch, or plug it in again; the node's own interface stays up."""
     _batch(hub, f"link set dev {node} {'nomaster' if is_cut else f'master {_BRIDGE}'}")
 
 
 def leave(hub: Process) -> None:
-    """Take this machine's interface away now; the kernel would do so some moments after the hub's end."""
+    """Remove this machine's interface now; the kernel would do so some moments after the hub's end."""
     _run(*_in_network(hub), _program("ip"), "link", "del", "dev", "host")
 
 
@@ -289,5 +289,5 @@ def _run(*command: str, given: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def _program(name: str) -> str:
-    """Its absolute path; where there is none the bare name."""
+    """Absolute path of a program; the bare name if it is not found."""
     return shutil.which(name, path=os.pathsep.join([*os.get_exec_path(), "/usr/sbin", "/sbin"])) or name

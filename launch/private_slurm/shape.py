@@ -35,7 +35,7 @@ class ClusterLayout:
     """Paths below one cluster's directory.  Creates nothing until `make`."""
 
     def __init__(self, root: Path) -> None:
-        """Raises RunDirectoryError: not absolute, too long for sockets, or not to be written in slurm.conf."""
+        """Raises RunDirectoryError: not absolute, too long for sockets, or not representable in slurm.conf."""
         _refuse_unfit(root)
         self.root = root
         self.description = root / "cluster.json"  # its presence marks the directory as ours
@@ -49,9 +49,9 @@ class ClusterLayout:
         self.state = root / "state"  # the controller's: jobs survive its restart
         self.munge = root / "munge"  # key, socket and log of munged; closed to writing by others
         self.munge_key = self.munge / "munge.key"  # secret that all daemons share, 0400
-        self.munge_socket = self.munge / "munge.sock"  # where clients and daemons have their credentials made
+        self.munge_socket = self.munge / "munge.sock"  # where clients and daemons get their credentials
         self.run = root / "run"  # one file per living daemon
-        self.logs = root / "log"  # two files per daemon: its log, and what it printed
+        self.logs = root / "log"  # two files per daemon: its log and its output
         self.database = root / "db"  # MariaDB's files, where there is accounting
         self.database_socket = self.database / "mysql.sock"  # the only one
 
@@ -130,7 +130,7 @@ def slurmdbd_conf(layout: ClusterLayout, user: str, plugins: Path, port: int) ->
 
 
 def lines_of_slurm_conf(layout: ClusterLayout, port: int, *, enforces_limits: bool) -> list[str]:
-    """Its lines in slurm.conf."""
+    """Lines of accounting in slurm.conf."""
     return [
         "AccountingStorageType=accounting_storage/slurmdbd",
         "AccountingStorageHost=127.0.0.1",
@@ -143,7 +143,7 @@ def lines_of_slurm_conf(layout: ClusterLayout, port: int, *, enforces_limits: bo
 
 def database_command(layout: ClusterLayout, installation: Installation, user: str) -> list[str]:
     """MariaDB's server command, with settings that keep it small."""
-    share = _system_tables(installation)[0].parent  # where its messages are, too
+    share = _system_tables(installation)[0].parent  # which also has its messages
     return [
         *(installation.program(DATABASE), "--no-defaults", f"--user={user}"),
         *(f"--datadir={layout.database}/data", f"--tmpdir={layout.database}/tmp"),
@@ -168,7 +168,7 @@ def prepare_database(
     data, unfinished = layout.database / "data", layout.database / "data.unfinished"
     if data.exists():
         return
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a start that was killed, or found its disk full
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a start that was killed, or had no space
     for directory in (unfinished, layout.database / "tmp"):
         directory.mkdir(parents=True, exist_ok=True)
     layout.database.chmod(0o700)
@@ -187,7 +187,7 @@ def prepare_database(
 
 
 def _system_tables(installation: Installation) -> list[Path]:
-    """Definitions of MariaDB's own tables, and what is in them.  Raises SlurmMissing: not there."""
+    """Definitions and content of MariaDB's own tables.  Raises SlurmMissing if they are missing."""
     base = installation.prefix or Path("/")
     for directory in ("usr/share/mariadb", "usr/share/mysql"):
         for brand in ("mariadb", "mysql"):
@@ -201,17 +201,17 @@ def _system_tables(installation: Installation) -> list[Path]:
 
 # -------------------------------------------------------------------------------------------------------------- machine
 #
-# What a dev cluster needs from its machine besides Slurm.  Writes nothing.
+# A dev cluster's requirements of its machine besides Slurm.  Writes nothing.
 
 
 def check_owner(root: Path) -> None:
-    """Raises RunDirectoryError: the directory belongs to another user, who could change the programs in it."""
+    """Raise RunDirectoryError if the directory belongs to another user, who could change the programs in it."""
     if root.exists() and root.stat().st_uid != os.getuid():
         raise RunDirectoryError(f"{root}: belongs to user {root.owner()}; choose a directory of your own")
 
 
 def check_own_name(slurm_version: tuple[int, int]) -> None:
-    """Raises RunDirectoryError: this machine cannot resolve its own name, which Slurm would look up."""
+    """Raise RunDirectoryError if this machine cannot resolve its own name, which Slurm looks up."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -247,7 +247,7 @@ class NodeGroup:
     cpus: int = 16
     memory_mib: int = 64_000
     gpu_type: str = "fake"
-    features: tuple[str, ...] = ()  # what --constraint may ask for
+    features: tuple[str, ...] = ()  # for --constraint
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a name or a number that Slurm would not take."""
@@ -271,7 +271,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Some groups of nodes under one name; jobs of a lower `tier` make room for those of a higher, if preemptible."""
+    """Groups of nodes under one name; preemptible jobs of a lower `tier` make room for those of a higher one."""
 
     name: str
     groups: tuple[str, ...]
@@ -283,7 +283,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Slurm's delays in seconds; production defaults, which are 10 to 50 times longer, stand beside them."""
+    """Slurm's delays in seconds; comments have production defaults, which are 10 to 50 times longer."""
 
     requeue_delay_s: int = 5  # 120: a requeued job is not eligible before (munge's credentials must have expired)
     kill_wait_s: int = 5  # 30: from SIGTERM to SIGKILL
@@ -300,7 +300,7 @@ class ClusterShape:
     partitions: tuple[Partition, ...]
     times: Times = Times()
     has_accounting: bool = False  # with slurmdbd and a database: sacct, accounts, QOS
-    enforces_limits: bool = False  # refuses at submission what no partition could ever run, as most sites do
+    enforces_limits: bool = False  # refuses jobs at submission that no partition could ever run, as most sites do
     has_networks: bool = False  # every node in a network namespace, with a link that can be cut; takes root
 
     def __post_init__(self) -> None:
@@ -323,13 +323,13 @@ class ClusterShape:
         return tuple(node for group in self.groups for node in group.nodes)
 
     def address(self, node: str, subnet: str) -> str:
-        """A node's own one.  subnet: the first three numbers."""
+        """A node's address.  subnet: the first three numbers."""
         return f"{subnet}.{self.nodes.index(node) + 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What cluster.json in a cluster's directory holds, written once."""
+    """Content of cluster.json in a cluster's directory, written once."""
 
     shape: ClusterShape
     prefix: str | None
@@ -370,7 +370,7 @@ def default_shape(
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What the machine adds to a shape."""
+    """Values of the machine that complete a shape."""
 
     cluster_name: str
     user: str

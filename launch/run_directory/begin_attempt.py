@@ -3,7 +3,7 @@
 Runs in the roles' Python environment, called by the supervisor of the controller's job while no role of an earlier
 attempt is alive.  Clears the rendezvous directories, makes new keys, finds the checkpoint to resume from, and writes
 attempt.json last: once that file exists, so does everything else.  Prints its content as its last line.
-A damaged checkpoint is set aside and the previous one is used, because there is no user to ask; the run ends if none
+A damaged checkpoint is set aside and the previous one is used, since there is no user to ask; the run ends if none
 is sound.
 """
 
@@ -49,12 +49,11 @@ class FencedError(RlhpcError):
 def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str = "") -> dict[str, Any]:
     """Begin the next attempt; returns attempt.json.
 
-    follows: owner of the previous attempt, without Slurm; "" with Slurm, whose ids tell which of two supervisors is
-    the later one.
+    follows: owner of the previous attempt, without Slurm; "" with Slurm, whose ids order supervisors.
 
     Raises RunDirectoryError: no run directory, the run is complete, no usable checkpoint, model or dataset differ
     from those of the first start; UnreadableCheckpoint: a retry may help; ConfigError: config.json was altered;
-    FencedError: a later job, a later life of this one, or another start owns the run.
+    FencedError: a later job, a later life of this job, or another start owns the run.
     """
 
     def patient(step: Callable[[], Known]) -> Known:
@@ -68,7 +67,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     patient(lambda: refuse_other_inputs(config, layout, may_lack_weights=True))
     index = patient(lambda: num_attempts(layout))
     owner = patient(lambda: _take_over(layout, index, job_id, restart))
-    patient(lambda: _refuse_complete(layout))  # by a controller that was taken for dead, while inputs were read
+    patient(lambda: _refuse_complete(layout))  # completed meanwhile by a controller that was taken for dead
     choice = patient(lambda: choose(layout, NEWEST, _unheard))
     aside = patient(lambda: put_aside(choice, _unheard))
     attempt = AttemptStart(index, choice.step, owner)
@@ -93,7 +92,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
 
 
 def _require_run(layout: RunLayout) -> None:
-    """Raises RunDirectoryError: it is no run directory; OSError: that cannot be seen at the moment."""
+    """Raise RunDirectoryError if it is no run directory; OSError if that cannot be determined at the moment."""
     try:
         layout.require_run()
     except RunDirectoryError:
@@ -103,7 +102,7 @@ def _require_run(layout: RunLayout) -> None:
 
 
 def _refuse_complete(layout: RunLayout) -> None:
-    """Another attempt would set aside what the summary tells of."""
+    """Raise RunDirectoryError if the run is complete: another attempt would set its results aside."""
     if is_complete(layout, is_certain=True):
         raise RunDirectoryError(f"{layout.root}: the run is complete")
 
@@ -121,7 +120,7 @@ def _refuse_stale(layout: RunLayout, life: tuple[int, int], follows: str) -> Non
 
 
 def _take_over(layout: RunLayout, index: int, job_id: int, restart: int) -> str:
-    """Returns the owner.  Raises FencedError: another has begun meanwhile, whose jobs are not to be ended for that."""
+    """Take the run over; returns the owner.  Raises FencedError if another attempt began first; its jobs go on."""
     try:
         return Fence.take(layout, index, job_id=job_id, restart=restart).owner
     except RunDirectoryError as error:
@@ -135,7 +134,7 @@ def _unheard(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 2: a retry would not help.  3: it might.  4: a later supervisor has taken the run over."""
+    """Begin an attempt.  Exit status 2: a retry would not help; 3: it might; 4: a later supervisor owns the run."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.run_directory.begin_attempt", description="Begin an attempt of a run."
     )

@@ -1,8 +1,8 @@
 """The inputs of a run: digests of tokenizer, weights and dataset, recorded at the first start and verified on resume.
 
 Input: the settings and the files they name.  Output: inputs.json in the run directory, or what differs from it.
-Guarantees: files are compared by content, wherever they lie, so that a directory may move; a file whose path, inode,
-size and times are unchanged is not read again, so that a resume costs a few `stat` calls.
+Guarantees: files are compared by content, not by path, so that a directory may move; a file whose path, inode, size and
+times are unchanged is not read again, so that a resume costs a few `stat` calls.
 
 Of safetensors above FULL_BYTES, the header and SAMPLE_BYTES at beginning, middle and end of every tensor are read: that
 detects another model, or another training of the same one, in 140 GB within seconds.  Other files are read in full.
@@ -44,7 +44,7 @@ Entries = dict[str, "InputFile"]
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file as it was when it was read."""
+    """State of a file when it was read."""
 
     path: str
     inode: int
@@ -67,9 +67,9 @@ class Inputs:
 
 
 def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
-    """Read the files that the settings name; files in `known` that have not changed are not read again.
+    """Read the files named in the settings; files in `known` that have not changed are not read again.
 
-    A file that is not there has no entry.  Raises RunDirectoryError if one cannot be read.
+    A missing file has no entry.  Raises RunDirectoryError if one cannot be read.
     """
     return Inputs(
         look_at_model(config.model.path, known.model if known is not None else {}),
@@ -130,7 +130,7 @@ def read_inputs(layout: RunLayout) -> Inputs | None:
 
 
 def write_inputs(layout: RunLayout, inputs: Inputs) -> None:
-    """Note them."""
+    """Write inputs.json."""
     document = {"format_version": FORMAT_VERSION, **asdict(inputs)}
     write_atomically(layout.inputs, json.dumps(document, indent=1).encode())
 
@@ -157,7 +157,7 @@ def differences(before: Inputs, now: Inputs, *, may_lack_weights: bool = False) 
     if may_lack_weights and not any(name.endswith(WEIGHTS) for name in now.model):
         model = {name: entry for name, entry in model.items() if not name.endswith(WEIGHTS)}
     lines = list(_differences("model.path", model, now.model))
-    # Of a dataset the order of its files counts and their names do not.
+    # Of a dataset's files the order counts, not the names.
     if [entry.digest for entry in before.data.values()] != [entry.digest for entry in now.data.values()]:
         lines += list(_differences("data.path", before.data, now.data)) or [
             "data.path: its files are in a different order"

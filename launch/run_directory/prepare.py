@@ -1,7 +1,7 @@
-"""The life cycle of a run directory: created once, resumed on request, never taken over from a run that is alive.
+"""The life cycle of a run directory: created once, resumed on request, never taken over from a live run.
 
 Input: Config.  Output: the directory with settings, keys and one line per attempt.  A run is either processes on this
-machine, whose launcher numbers the attempts, or Slurm jobs, of which the first does so (begin_attempt.py).
+machine, whose launcher numbers the attempts, or Slurm jobs, whose first job does (begin_attempt.py).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from rlhpc.training.checkpoint_directory import CheckpointState, Fate, KnownChec
 
 # ------------------------------------------------------------------------------------------------------- attempt number
 #
-# The number of the next attempt: each writes a log of events of its own, and never into that of another.
+# The number of the next attempt: each attempt has its own log of events.
 #
 # Input: attempts.jsonl and the names of files of events.  Changes nothing.
 
 
 def num_attempts(layout: RunLayout) -> int:
-    """Number of attempts that have begun: those noted, and those whose events are there though their lines are lost.
+    """Number of attempts that have begun: recorded ones, and ones with a log of events whose line is lost.
 
     Raises OSError.
     """
@@ -66,11 +66,11 @@ def num_attempts(layout: RunLayout) -> int:
 
 # ---------------------------------------------------------------------------------------------------- checkpoint choice
 #
-# Which checkpoint a resume starts from, and what happens to newer ones.
+# Choose the checkpoint that a resume starts from, and set newer ones aside.
 #
 # Input: the checkpoints of a run and the user's request.  Output: a step whose checkpoint was read and verified in
-# full. Guarantees: looking changes nothing; checkpoints newer than the chosen step are renamed before an attempt
-# begins, so that a checkpoint that was skipped is never used later, repaired or not.
+# full.  Guarantees: the choice changes nothing; checkpoints newer than the chosen step are renamed before an attempt
+# begins, so that a skipped checkpoint is never used later, repaired or not.
 
 
 Tell = Callable[[str], None]
@@ -84,12 +84,12 @@ class UnreadableCheckpoint(RunDirectoryError):
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The place where a resume begins, by default the newest sound checkpoint, and what it samples again."""
+    """The user's choice where a resume begins, by default the newest sound checkpoint, and what is sampled again."""
 
     from_start: bool = False
     step: int | None = None
     no_replay: bool = False  # steps after the checkpoint are not trained again from the journal
-    lift_quarantine: bool = False  # prompts that were given up are sampled again
+    lift_quarantine: bool = False  # quarantined prompts are sampled again
 
 
 NEWEST = ResumePoint()
@@ -108,7 +108,7 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
 
     read_up_to_bytes: of larger checkpoints only file sizes are compared; for callers that do not resume themselves.
     Raises RunDirectoryError: no usable checkpoint; the requested one does not exist or is damaged.
-    Raises UnreadableCheckpoint: the newest one cannot be read, which says nothing about its content.
+    Raises UnreadableCheckpoint: the newest one cannot be read, but may be sound.
     """
     known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=read_up_to_bytes)
     _announce(known, wanted, tell, read_up_to_bytes)
@@ -131,7 +131,7 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
 
 
 def refuse_step(config: Config, layout: RunLayout, step: int) -> None:
-    """Raise RunDirectoryError if a run with these settings cannot go on from this step; 0: from the beginning."""
+    """Raise RunDirectoryError if a run with these settings cannot continue from this step; 0: from the beginning."""
     if step > config.run.num_steps:
         raise RunDirectoryError(
             f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}; legal: {step} or more, "
@@ -147,7 +147,7 @@ def refuse_step(config: Config, layout: RunLayout, step: int) -> None:
 def put_aside(choice: Choice, tell: Tell) -> list[str]:
     """Rename the checkpoints that were skipped; reports each, and returns the reports.  Raises CheckpointError.
 
-    Newest first: if it is killed half-way, a resume still finds the others newer than its choice.
+    Newest first: after a kill half-way the remaining ones are still newer than the choice.
     """
     told = []
     for state in choice.passed_over:
@@ -176,7 +176,7 @@ def _by_name(layout: RunLayout, known: KnownCheckpoints, step: int) -> Choice:
 
 
 def _newer_unread(known: KnownCheckpoints, step: float, why: str) -> tuple[CheckpointState, ...]:
-    """All above this step, newest first, to be set aside whatever they contain."""
+    """Checkpoints above this step, newest first, to be set aside unread."""
     newer = [CheckpointState(number, path, why, Fate.UNDONE) for number, path in known.steps() if number > step]
     return tuple(newer[::-1])
 
@@ -193,7 +193,7 @@ def _none_is_sound(layout: RunLayout, states: Sequence[CheckpointState]) -> str:
 
 
 def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_to_bytes: float) -> None:
-    """Announce a verification that takes a while, or one that is left to the job."""
+    """Announce a long verification, or one that is left to the job."""
     candidates = [path for step, path in known.steps() if wanted.step in (None, step)]
     if wanted.from_start or not candidates:
         return
@@ -212,8 +212,8 @@ def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_
 # Set the journal aside when a resume is not to repeat its steps; their rollouts are sampled again.
 #
 # A resume trains the steps after its checkpoint again, from the journal.  A user who goes back on purpose, or has
-# changed how the policy is trained or sampled, wants different steps; who has changed by how many processes, where or
-# how fast, wants the same ones.
+# changed training or sampling, wants different steps; a user who has changed the number, place or speed of processes
+# wants the same ones.
 
 
 FILES = ("journal_*.log", "events_*.log", "partials_*.log")
@@ -230,7 +230,7 @@ SHAPES_STEPS = (
     "shaping.",
     "lora.",
 )  # a repeated step would differ; without the curriculum, the prompts that it left out would be missed
-# Of these sections: a step is the same, but for rounding.
+# Keys that change a step only by rounding.
 SHAPES_NOTHING = {
     "trainer": (
         "num_ranks", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "chunks_per_stage",
@@ -266,7 +266,7 @@ def set_journal_aside(
 
 
 def _why_not(resume_from: ResumePoint, changed: Sequence[str]) -> str:
-    """The reason against it in words; "": steps are repeated."""
+    """Reason for not repeating steps, in words; "": steps are repeated."""
     if resume_from.from_start:
         return "--from-start"
     if resume_from.step is not None:
@@ -288,8 +288,7 @@ def _shapes_nothing(key: str) -> bool:
 
 log = logging.getLogger("rlhpc.run_directory")
 
-# A checkpoint depends on these: prompt order, weights or adapters, and a ledger whose groups were admitted under these
-# bounds.
+# Keys that a checkpoint depends on: prompt order, weights or adapters, and bounds under which its groups were admitted.
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "run.deterministic:", "model.", "data.",
     "admission.group_size:", "admission.groups_per_step:", "admission.max_staleness:",
     "admission.window_groups:",
@@ -299,7 +298,7 @@ MAY_MOVE = ("model.path:", "data.path:")  # to another path with the same conten
 
 @dataclass(frozen=True, slots=True)
 class AttemptStart:
-    """One start of a run."""
+    """A start of a run."""
 
     index: int
     resume_step: int | None  # None: from the beginning
@@ -329,7 +328,7 @@ def prepare_run_dir(
         index = num_attempts(layout)
         owner = briefly(
             lambda: Fence.take(layout, index), layout.root
-        ).owner  # from here on no earlier attempt can change what is read next
+        ).owner  # from here on no earlier attempt can change the files read below
         step, aside = _go_back(config, layout, resume_from, renewal, tell)
         attempt = AttemptStart(index, step, owner, renewal.changed)
         return briefly(lambda: note_attempt(layout, attempt, set_aside=aside), layout.attempts)
@@ -388,7 +387,7 @@ def refuse_run_dir_for_jobs(
 
 
 def refuse_open_directory(layout: RunLayout, tell: Tell) -> None:
-    """Report that others may read it, let them write nothing in it.  Raises RunDirectoryError if they may change it."""
+    """Report if others may read it, and set the umask.  Raises RunDirectoryError if others may change it."""
     keep_others_from_writing()
     rights = openness(layout.root, looks_inside=True)
     if rights.is_writable:
@@ -417,10 +416,10 @@ def note_attempt(layout: RunLayout, attempt: AttemptStart, **more: Any) -> Attem
 
 
 def _touch_what_stays(layout: RunLayout, plan: Path) -> None:
-    """Renew the times of files that are written once: a site's purge deletes what has not changed for some weeks."""
+    """Renew the times of files that are written once: a site's purge deletes files unchanged for some weeks."""
     once = (layout.config, layout.inputs, layout.site, plan, layout.lost_leases, layout.guard)
     for path in (*once, *layout.scripts.glob("*"), *layout.jobs.glob("*.json")):
-        with suppress(OSError):  # not there, or made by another user
+        with suppress(OSError):  # missing, or made by another user
             os.utime(path)
 
 
@@ -479,7 +478,7 @@ def _found(config: Config, layout: RunLayout) -> None:
 
 
 def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
-    """must_know: False where Slurm may be missing; then a run without recent status counts as ended."""
+    """Raise for live jobs; must_know: False if Slurm may be missing; then a run without recent status has ended."""
     look = look_at_jobs((record.job_id for record in read_job_records(layout)), run_name=name_of_jobs(layout))
     living = sorted({row.job_id for row in look.rows if row.state.is_alive})
     if living:
@@ -487,7 +486,7 @@ def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
             f"{layout.root}: jobs of this run are queued or running: {', '.join(map(str, living))}; "
             f"`rlhpc stop {quoted(layout.root)}` stops them"
         )
-    silent_s = time.time() - written_unix_s(layout.status)  # of a status that is not there, half a century
+    silent_s = time.time() - written_unix_s(layout.status)  # half a century without a status
     if look.trouble and (must_know or silent_s < LIVES_ELSEWHERE_S):
         raise RunDirectoryError(f"{layout.root}: jobs of this run may be queued or running: {look.trouble}")
 
@@ -502,7 +501,7 @@ def _refuse_complete(config: Config, layout: RunLayout) -> None:
 def _delete_contents(layout: RunLayout) -> None:
     """Delete a run, except the files that show that its launcher is alive, and a stop of this start.
 
-    If it is ended meanwhile, what is left counts as no run, and another --fresh deletes it.
+    If it is interrupted, the rest counts as no run, and another --fresh deletes it.
     """
     if layout.config.exists():
         layout.config.rename(layout.being_deleted)
@@ -517,7 +516,7 @@ def _delete_contents(layout: RunLayout) -> None:
 
 
 def _is_stop_of_this_start(layout: RunLayout, path: Path) -> bool:
-    """Whether this is a request of `rlhpc stop` that was made after this launcher had registered."""
+    """True for a request of `rlhpc stop` made after this launcher had registered."""
     if path not in (layout.stop_request, layout.abort_request):
         return False
     try:
@@ -528,7 +527,7 @@ def _is_stop_of_this_start(layout: RunLayout, path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Renewal:
-    """What a resume records."""
+    """Changes that a resume records."""
 
     changed: tuple[str, ...]
     inputs: Inputs
@@ -560,7 +559,7 @@ def _go_back(
     *,
     read_up_to_bytes: float = math.inf,
 ) -> tuple[int | None, list[str]]:
-    """Record a resume, and set aside what is newer than its checkpoint; returns its step, and what was set aside."""
+    """Record a resume, and set newer files than its checkpoint aside; returns its step, and descriptions of these."""
     choice = choose(layout, resume_from, tell, read_up_to_bytes=read_up_to_bytes)
     refuse_step(config, layout, choice.step or 0)
     write_inputs(layout, renewal.inputs)
@@ -574,7 +573,7 @@ def _go_back(
 
 
 def _tell_of_quarantine(layout: RunLayout, max_attempts: int, tell: Tell, *, is_lifted: bool) -> None:
-    """Report the prompts that are no longer sampled, and why; is_lifted: forget what is held against any prompt."""
+    """Report quarantined prompts, and why; is_lifted: clear all suspicions."""
     file = LostLeaseFile(layout.lost_leases)
     try:
         book = LostLeases(file.read())
@@ -614,12 +613,12 @@ def _make(layout: RunLayout) -> None:
 
 
 def _is_of(text: str, keys: tuple[str, ...]) -> bool:
-    """Whether a difference concerns one of these keys, in any dataset."""
+    """True if a difference concerns one of these keys, in any dataset."""
     return re.sub(r"^data\.\d+\.", "data.", text).startswith(keys)
 
 
 def _difference(old: Config, new: Config) -> tuple[str, ...]:
-    """Lines "key: old → new".  Of tables that come or go only the names: all their keys are new, or gone."""
+    """Lines "key: old → new"; for added or removed tables only their names."""
     several = [name for name in SEVERAL if len(getattr(old, name)) != len(getattr(new, name))]
     stay = {each.title for each in old.evaluation} & {each.title for each in new.evaluation}
     before, after = (_flatten(each.model_dump(mode="json", exclude=set(several))) for each in (old, new))
