@@ -109,7 +109,7 @@ class Exchange:
         group_id, index = self.held[name].pop(0)
         self.ledger.deliver(group_id, index)
         if self.ledger.group(group_id).is_finished:
-            self.ledger.drop(group_id, DropReason.NO_SPREAD)
+            self.ledger.drop(group_id, DropReason.ZERO_VARIANCE)
         began_s = time.process_time()
         self.dispatcher.wake(name)
         await self.dispatcher._grant()

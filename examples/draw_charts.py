@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 # Title and the metrics that share a chart.
 CHARTS = {
     "reward": ("reward/mean", "reward_part/answer", "reward_part/working"),
-    "groups without spread": ("reward/zero_spread_share",),
+    "zero-variance groups": ("reward/zero_variance_share",),
     "staleness": ("staleness/bound", "staleness/max", "staleness/mean"),
     "idle": ("trainer/idle_ratio", "generator/idle_ratio"),
     "entropy": ("trainer/entropy",),

@@ -25,7 +25,7 @@ tokenizer = PromptTokenizer(model_dir)
 # ## Trained or dropped
 #
 # A group is one prompt with its completions. It was trained on in one optimiser step, or dropped for a reason:
-# `no_spread` are groups whose members all got the same reward, so that no advantage tells them apart.
+# `zero_variance` are groups whose members all got the same reward, so that no advantage tells them apart.
 
 # %%
 trained = [group for group in groups if group.consumed_step >= 0]

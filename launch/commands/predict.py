@@ -166,7 +166,7 @@ def _measured(run: RunLayout) -> dict[str, Figure]:
         "prompt_tokens": _mean(of["length/prompt_mean"]),
         "mean_tokens": _mean(of["length/completion_mean"]),
         "longest_tokens": _mean(of["length/completion_max"]),
-        "dropped_share": np.minimum(0.99, _mean(of["reward/zero_spread_share"])),
+        "dropped_share": np.minimum(0.99, _mean(of["reward/zero_variance_share"])),
         "token_s": _mean(of["generator/token_s"]),
         "together": _mean(of["generator/decoded_together"]),
     }

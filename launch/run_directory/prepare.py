@@ -242,7 +242,7 @@ SHAPES_NOTHING = {
         "num_replicas", "tensor_parallel", "endpoint", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes",
         "gpu_memory_utilization", "enforce_eager", "recompute_kv", "prefix_caching",
     ),
-    "admission": ("step_parts", "lease_deadline_s", "max_attempts", "max_groups_without_spread"),
+    "admission": ("step_parts", "lease_deadline_s", "max_attempts", "max_zero_variance_groups"),
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from rlhpc.protocol.errors import JournalError, SegmentError
 # Losses that were not intended get a remark if all of this holds: the share is 0.14 from 0.5 or farther, which Vargha
 # and Delaney call a medium difference; |z| ≥ 4, since rollouts of one group resemble each other and a test that
 # assumes independence overstates; and they are at least 1 % of what was trained: fewer cannot move its mean length by
-# more than 1 % of the difference.  Groups without spread are dropped because of their rewards: that is meant to
+# more than 1 % of the difference.  Zero-variance groups are dropped because of their rewards: that is meant to
 # select.
 
 

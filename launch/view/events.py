@@ -126,7 +126,7 @@ def _can_be_in_parts(view: RunView, mean: Reader) -> bool:
 
 def _rollouts(view: RunView, mean: Reader) -> Iterator[str]:
     """Rewards without variance, and completions that are cut off."""
-    share, easy = mean("reward/zero_spread_share"), mean("group/all_correct_share")
+    share, easy = mean("reward/zero_variance_share"), mean("group/all_correct_share")
     why = "too easy" if easy > share / 2 else "too hard"
     if share >= 0.4:
         yield (

@@ -356,7 +356,11 @@ def _rate(value: float) -> str:
 # Title, metrics that share a chart, and whether its axis begins at zero.
 CURVES: tuple[tuple[str, dict[str, str], bool], ...] = (
     ("Reward", {"mean": "reward/mean", "correct": "reward/correct_share"}, True),
-    ("Groups without spread (share)", {"all": "reward/zero_spread_share", "too easy": "group/all_correct_share"}, True),
+    (
+        "Zero-variance groups (share)",
+        {"all": "reward/zero_variance_share", "too easy": "group/all_correct_share"},
+        True,
+    ),
     ("Completion (tokens)", {"mean": "length/completion_mean", "longest": "length/completion_max"}, True),
     ("Staleness (versions)", {"mean": "staleness/mean", "max": "staleness/max", "bound": "staleness/bound"}, True),
     ("Idle (share of the time)", {"generators": "generator/idle_ratio", "trainer": "trainer/idle_ratio"}, True),

@@ -36,7 +36,7 @@ def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if len(values := rewards(groups)):
         figures |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
         are_alike, are_right = _groups_without_variance(groups, values)
-        figures["reward/zero_spread_share"] = _share(are_alike)
+        figures["reward/zero_variance_share"] = _share(are_alike)
         figures["group/all_correct_share"] = _share(are_alike & are_right)
         figures["group/all_wrong_share"] = _share(are_alike & ~are_right)
     return figures

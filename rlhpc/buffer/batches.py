@@ -157,7 +157,7 @@ class GroupRecord:
 class DropReason(StrEnum):
     """Why a group was dropped.  The values are part of the file format: none is ever renamed."""
 
-    NO_SPREAD = "no_spread"  # all rewards equal, so that every advantage is zero
+    ZERO_VARIANCE = "zero_variance"  # all rewards equal, so that every advantage is zero
     VERIFIER_ERROR = "verifier_error"  # no reward could be computed
     POISON = "poison"  # every lease of one of its members was lost
     CANCELLED = "cancelled"  # on request

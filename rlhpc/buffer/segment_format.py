@@ -241,7 +241,7 @@ def opened_file(path: Path) -> Iterator[Hdf5Columns]:
 
 Columns = dict[str, NDArray[Any]]
 
-SCHEMA = 1
+SCHEMA = 2
 ROLLOUT_TEXTS = ("detail", "reward_parts", "token_rewards")
 TEXT_COLUMNS = ("groups/task", "groups/reference", *(f"rollouts/{name}" for name in ROLLOUT_TEXTS))
 WORD_COLUMNS = ("groups/drop_reason", "rollouts/verdict", "rollouts/finish_reason")  # fixed-length ASCII

@@ -192,7 +192,7 @@ class AdmissionConfig(Section):
     active_sampling: bool = True
     """Replace zero-variance groups at once, so that batches are full; False trains on them, as "gae" and "reinforce_pp"
     need, whose advantages are not relative to the group."""
-    max_groups_without_spread: Annotated[Positive, Usual(1, 1e7, GROUPS)] = 1000
+    max_zero_variance_groups: Annotated[Positive, Usual(1, 1e7, GROUPS)] = 1000
     """Stop with advice after this many consecutive zero-variance groups, or errors without a verdict between them,
     instead of wasting the allocation."""
 

@@ -29,7 +29,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "reward/shaped_mean": Metric("reward", "the same after [shaping]: what advantages are computed from"),
         "reward/correct_share": Metric("share", "recently finished rollouts with verdict correct"),
         "reward/verifier_error_share": Metric("share", "verifier errors among the latest verdicts; never trained on"),
-        "reward/zero_spread_share": Metric("share", "recently finished groups whose rewards were all equal"),
+        "reward/zero_variance_share": Metric("share", "recently finished groups whose rewards were all equal"),
         "reward/queued": Metric("completions", "at reward services: waiting for a worker, or being judged"),
         "reward/worker_restarts": Metric("workers", "replaced by the current reward services: a verifier hung or died"),
         "reward/retries": Metric("requests", "resent by the current generators: a service did not reply in time"),

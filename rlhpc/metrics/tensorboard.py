@@ -53,7 +53,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = MappingProxyType(
     {
         "Reward": {
             "Reward": ("reward/mean", "reward/correct_share"),
-            "Zero-variance groups, verifier errors": ("reward/zero_spread_share", "reward/verifier_error_share"),
+            "Zero-variance groups, verifier errors": ("reward/zero_variance_share", "reward/verifier_error_share"),
             "Completion length": ("length/completion_mean", "length/completion_max"),
             "Truncated": ("length/truncated_share",),
             "Prompts": ("prompt/known_share", "prompt/solved_share", "prompt/hopeless_share", "prompt/pass_rate_mean"),

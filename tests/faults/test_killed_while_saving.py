@@ -82,7 +82,7 @@ def test_a_run_that_fails_while_the_trainer_writes_completes_the_checkpoint_firs
         **ENDLESS,
         data={"task": "tests.faults.switched_rewards:parity_while_there_is_hope"},
         # Slots are never scarce, and the trainer is not taken for dead while it is stopped.
-        admission={"max_staleness": 8, "max_groups_without_spread": 10},
+        admission={"max_staleness": 8, "max_zero_variance_groups": 10},
         transport={"dead_after_s": 60.0},
     )
     layout = lab.layout("starved")

@@ -218,7 +218,7 @@ def test_a_run_of_which_quarantine_leaves_nothing_says_so_and_goes_on_once_it_is
     deadly: dict[str, dict[str, Any]] = {
         "run": {"num_steps": NUM_STEPS},
         "rewards": {"max_error_share": 1.0, "max_attempts": 1},
-        "admission": {"max_attempts": 1, "max_groups_without_spread": 40},
+        "admission": {"max_attempts": 1, "max_zero_variance_groups": 40},
     }
     layout = lab.layout("environment")
     with run_of(lab, "environment", **deadly) as run:

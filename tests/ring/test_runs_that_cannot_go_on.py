@@ -16,8 +16,8 @@ pytestmark = pytest.mark.ring
 HOPELESS = {"task": "tests.ring.ring_rewards:nothing"}
 
 
-def test_a_run_without_spread_ends_with_advice_instead_of_starving(lab: Lab) -> None:
-    run_file = lab.run_file("starved", data=HOPELESS, admission={"max_groups_without_spread": 12})
+def test_a_run_of_zero_variance_ends_with_advice_instead_of_starving(lab: Lab) -> None:
+    run_file = lab.run_file("starved", data=HOPELESS, admission={"max_zero_variance_groups": 12})
     with Run(run_file, lab.layout("starved")) as run:
         assert run.finish() == EXIT_CONFIG, run.story()
         run.assert_nothing_is_left()
@@ -28,17 +28,17 @@ def test_a_run_without_spread_ends_with_advice_instead_of_starving(lab: Lab) -> 
         assert word in lines[0]
     assert "Traceback" not in run.output
     dropped = rollouts_on_disk(lab.layout("starved").rollouts)  # what it did sample is not lost
-    assert {rollout.drop_reason for rollout in dropped} == {"no_spread"}
+    assert {rollout.drop_reason for rollout in dropped} == {"zero_variance"}
 
 
 @pytest.mark.long
-def test_the_same_run_goes_to_its_end_when_it_may_train_without_spread(lab: Lab) -> None:
-    admission = {"max_groups_without_spread": 12, "active_sampling": False}
+def test_the_same_run_goes_to_its_end_when_it_may_train_on_zero_variance(lab: Lab) -> None:
+    admission = {"max_zero_variance_groups": 12, "active_sampling": False}
     layout = run_to_the_end(lab, "not-starved", run={"num_steps": 4}, data=HOPELESS, admission=admission)
     assert_full_batches_trained_once(layout.rollouts, 4, 4, 4)
     summary = summary_of(layout)
     assert summary["reward_last_tenth"] == 0
-    assert summary["groups_without_spread"] >= 16
+    assert summary["zero_variance_groups"] >= 16
 
 
 def test_a_verifier_that_always_fails_stops_the_run_and_says_why(lab: Lab) -> None:

@@ -401,7 +401,7 @@ class IntakeStats:
         """Count it as a part of the run."""
         totals.tokens_generated += self.num_tokens
         totals.groups_dropped += sum(self.num_dropped.values())
-        totals.groups_without_spread += self.num_zero_variance
+        totals.zero_variance_groups += self.num_zero_variance
 
 
 class RolloutSink:
@@ -455,7 +455,7 @@ class RolloutSink:
             log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
             if scored.failure in KILLS_ITS_WORKER:
                 self._lost_leases.record_worker_death(record.prompt, scored.detail)
-        self._gate.check(self._admission.max_groups_without_spread)
+        self._gate.check(self._admission.max_zero_variance_groups)
         group = self._buffer.deliver(holder, scored)
         if scored.verdict is Verdict.VERIFIER_ERROR:
             self._drop(record, DropReason.VERIFIER_ERROR)
@@ -484,11 +484,11 @@ class RolloutSink:
         """
         for resolved in groups:
             group = resolved.group
-            is_finished = resolved.drop_reason is None or resolved.drop_reason is DropReason.NO_SPREAD
+            is_finished = resolved.drop_reason is None or resolved.drop_reason is DropReason.ZERO_VARIANCE
             if is_finished and group.members:  # a damaged journal may have lost all of them
                 self._count_finished(group)
             if resolved.drop_reason is not None:
-                self.stats.num_zero_variance += resolved.drop_reason is DropReason.NO_SPREAD
+                self.stats.num_zero_variance += resolved.drop_reason is DropReason.ZERO_VARIANCE
                 self._count_drop(resolved.drop_reason)
             elif self._ledger.is_open(group.group_id):
                 self._check_reward_variance(group)
@@ -510,7 +510,7 @@ class RolloutSink:
         log.warning("group %d is dropped: %s: %s", group_id, cause.replace("_", " "), why)
         self._drop(record, DropReason.POISON)
         self._gate.count_refused(cause, why)
-        self._gate.check(self._admission.max_groups_without_spread)
+        self._gate.check(self._admission.max_zero_variance_groups)
 
     @property
     def verifier_error_share(self) -> float:
@@ -562,8 +562,8 @@ class RolloutSink:
         if not self._shaping.is_all_masked(group):
             is_correct = any(member.verdict is Verdict.CORRECT for member in group.members)
             self._last_alike = [*self._last_alike[-4:], (float(rewards[0]), is_correct)]
-        self.drop(group.group_id, DropReason.NO_SPREAD)
-        if self._num_consecutive_zero_variance >= self._admission.max_groups_without_spread:
+        self.drop(group.group_id, DropReason.ZERO_VARIANCE)
+        if self._num_consecutive_zero_variance >= self._admission.max_zero_variance_groups:
             raise StarvedError(self._advice())
 
     def _advice(self) -> str:

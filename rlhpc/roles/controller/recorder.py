@@ -290,7 +290,7 @@ class RunRecorder:
             "tokens/generated_total": float(totals.tokens_generated),
             "tokens/trained_total": float(totals.tokens_trained),
             "group/dropped_total": float(totals.groups_dropped),
-            "group/replaced_total": float(totals.groups_without_spread * self._config.admission.active_sampling),
+            "group/replaced_total": float(totals.zero_variance_groups * self._config.admission.active_sampling),
             "group/regranted_total": float(totals.leases_regranted),
             "generator/tokens_lost_total": float(totals.tokens_lost),
             "checkpoint/failed_total": float(totals.checkpoints_failed),

@@ -108,7 +108,7 @@ def summarise(
         "trainer_tokens_per_s": totals.tokens_trained / seconds,
         "generator_idle_ratio": totals.generator_idle_ratio,
         "trainer_idle_ratio": totals.trainer_idle_ratio,
-        "groups_without_spread": totals.groups_without_spread,
+        "zero_variance_groups": totals.zero_variance_groups,
         "groups_dropped": totals.groups_dropped,
         "leases_regranted": totals.leases_regranted,
         "tokens_lost": totals.tokens_lost,

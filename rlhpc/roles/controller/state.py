@@ -149,7 +149,7 @@ class Totals:
     tokens_generated: int = 0  # completion tokens that reached the controller
     tokens_trained: int = 0  # prompt and completion tokens
     groups_dropped: int = 0
-    groups_without_spread: int = 0
+    zero_variance_groups: int = 0
     leases_regranted: int = 0
     tokens_lost: int = 0  # with generators that died, as of their last heartbeats: they are sampled again
     packing_fill_sum: float = 0.0

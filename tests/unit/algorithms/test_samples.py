@@ -45,7 +45,7 @@ def test_tokens_of_a_tool_carry_no_advantage_and_no_log_probability() -> None:
     assert sample.versions.tolist() == [-1, -1, 4, 4, 4]
 
 
-def test_a_group_without_spread_has_zero_advantages_and_one_with_a_failed_verifier_is_refused() -> None:
+def test_a_zero_variance_group_has_zero_advantages_and_one_with_a_failed_verifier_is_refused() -> None:
     samples = make_samples([group(scored(rollout(0), 1.0), scored(rollout(1), 1.0))])
     assert len(samples) == 2
     assert not any(sample.advantages.any() for sample in samples)

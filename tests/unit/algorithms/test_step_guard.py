@@ -186,7 +186,7 @@ def test_reward_figures_count_members_and_groups_and_no_verifier_that_failed() -
     figures = reward_figures([FIRST, SECOND, SOLVED])
     assert figures["reward/mean"] == 0.5
     assert figures["reward/correct_share"] == 0.5
-    assert figures["reward/zero_spread_share"] == pytest.approx(2 / 3)
+    assert figures["reward/zero_variance_share"] == pytest.approx(2 / 3)
     assert figures["group/all_wrong_share"] == pytest.approx(1 / 3)
     assert figures["group/all_correct_share"] == pytest.approx(1 / 3)
     assert figures["reward_part/format"] == 0.25

@@ -96,7 +96,7 @@ def test_what_counts_say_is_what_a_look_at_every_group_would(
             finish(ledger, data.draw(st.sampled_from(in_flight)))
             num_ended += 1
         elif what == "drop" and (droppable := [g.group_id for g in open_groups if g.group_id not in begun]):
-            ledger.drop(data.draw(st.sampled_from(droppable)), DropReason.NO_SPREAD)
+            ledger.drop(data.draw(st.sampled_from(droppable)), DropReason.ZERO_VARIANCE)
             num_ended += 1
         elif what == "release" and taken:
             ledger.release(taken.pop(0))

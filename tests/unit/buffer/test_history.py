@@ -172,7 +172,7 @@ def test_a_rollout_whose_admission_was_not_written_any_more_is_not_sampled_again
 def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout: RunLayout) -> None:
     buffer = begin_with_groups(layout)
     finish(buffer, 0, 1, 3)
-    buffer.drop(3, DropReason.NO_SPREAD)
+    buffer.drop(3, DropReason.ZERO_VARIANCE)
     buffer.deliver("g-0", make_scored(2, 1))
     assert train(buffer, 0) == [0, 1]
     buffer.admit(make_prompt(4), 1)
@@ -197,14 +197,14 @@ def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout
     assert {r.group.group_id: r.drop_reason for r in read_rollouts_directory(layout.rollouts)} == {
         0: None,
         1: None,
-        3: DropReason.NO_SPREAD,
+        3: DropReason.ZERO_VARIANCE,
     }
 
 
 def test_groups_that_came_back_are_told_in_order_with_what_became_of_them(layout: RunLayout) -> None:
     buffer = begin_with_groups(layout)
     finish(buffer, 2, 0)
-    buffer.drop(2, DropReason.NO_SPREAD)
+    buffer.drop(2, DropReason.ZERO_VARIANCE)
     buffer.deliver("g-0", make_scored(1, 0, verdict=Verdict.VERIFIER_ERROR))  # killed before it was dropped
     buffer.deliver("g-0", make_scored(3, 0))
     journal_of(buffer).commit()
@@ -213,7 +213,7 @@ def test_groups_that_came_back_are_told_in_order_with_what_became_of_them(layout
     assert [(r.group.group_id, r.drop_reason) for r in restored] == [
         (0, None),
         (1, DropReason.VERIFIER_ERROR),
-        (2, DropReason.NO_SPREAD),
+        (2, DropReason.ZERO_VARIANCE),
     ]
     assert again.ledger.open_groups() == [0, 3]
 

@@ -296,7 +296,7 @@ EVENTS: list[Event] = [
     Admitted(0, 17, 3),
     Taken(4, (2, 1)),
     Trained(4, 3, applied=False, metrics={"loss": 0.5, "grad_norm": float("inf")}),
-    Dropped(5, DropReason.NO_SPREAD),
+    Dropped(5, DropReason.ZERO_VARIANCE),
 ]
 
 

@@ -293,7 +293,7 @@ def test_what_is_taken_can_be_neither_dropped_nor_released_twice(ledger):
     finish(ledger, 0, 1)
     ledger.take(2, step=7)
     with pytest.raises(LedgerError, match="taken for step 7"):
-        ledger.drop(0, DropReason.NO_SPREAD)
+        ledger.drop(0, DropReason.ZERO_VARIANCE)
     with pytest.raises(LedgerError, match="twice"):
         ledger.release([0, 0])
     ledger.release([0])
@@ -330,9 +330,9 @@ def test_leases_in_flight_are_granted_again_after_a_restart_under_the_same_ids(l
     ledger.grant("g-0", 2)
     ledger.deliver(0, 1)
     ledger.grant("g-1", 2)
-    ledger.drop(2, DropReason.NO_SPREAD)
+    ledger.drop(2, DropReason.ZERO_VARIANCE)
     restored = restore(ledger, clock, next_step=0)
-    assert restored.counts()["dropped_no_spread"] == 1
+    assert restored.counts()["dropped_zero_variance"] == 1
     leases = [restored.grant("g-9", 2) for _ in range(3)]
     assert [lease and (lease.group_id, lease.sample_indices) for lease in leases] == [(0, (0,)), (1, (0, 1)), None]
     assert leases[0].admitted_version == 4
@@ -400,7 +400,7 @@ def test_what_is_leased_and_delivered_leaves_nothing_behind_before_its_deadline(
         ledger.admit(make_prompt(group_id), 0)
         ledger.grant("g-0", 2)
         finish(ledger, group_id)
-        ledger.drop(group_id, DropReason.NO_SPREAD)
+        ledger.drop(group_id, DropReason.ZERO_VARIANCE)
         most = max(most, ledger._deadlines.num_entries)
     assert most < 100
     book = ledger

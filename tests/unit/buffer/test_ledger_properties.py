@@ -136,11 +136,11 @@ class Ring(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """Active sampling: a group without spread makes room for another."""
+        """Active sampling: a zero-variance group makes room for another."""
         droppable = sorted(set(range(self.num_admitted)) - self.dropped - self.taken - self.begun)
         if droppable:
             group_id = data.draw(st.sampled_from(droppable))
-            self.ledger.drop(group_id, DropReason.NO_SPREAD)
+            self.ledger.drop(group_id, DropReason.ZERO_VARIANCE)
             self.dropped.add(group_id)
 
     @rule(least=st.integers(1, 4))
@@ -269,7 +269,7 @@ def worst_staleness_with_a_straggler(
                 continue
             ledger.deliver(group_id, 0)
             if drop_every and group_id % drop_every == 0:
-                ledger.drop(group_id, DropReason.NO_SPREAD)
+                ledger.drop(group_id, DropReason.ZERO_VARIANCE)
         batch = ledger.take(admission.groups_per_step, step)
         if batch is None:
             assert ledger.deliver(straggler, 0)

@@ -114,12 +114,12 @@ def test_a_dropped_group_is_recorded_with_the_members_that_had_arrived(buffer, r
     buffer.deliver("g-0", make_scored(1, 1, verdict=Verdict.VERIFIER_ERROR))
     buffer.ledger.grant("g-0", 2)
     buffer.ledger.forget_holder("g-0")
-    for group_id, reason in ((0, DropReason.NO_SPREAD), (1, DropReason.VERIFIER_ERROR), (2, DropReason.CANCELLED)):
+    for group_id, reason in ((0, DropReason.ZERO_VARIANCE), (1, DropReason.VERIFIER_ERROR), (2, DropReason.CANCELLED)):
         buffer.drop(group_id, reason)
     buffer.segments.seal()
     recorded = list(read_rollouts_directory(rollouts))
     assert [(r.drop_reason, len(r.group.members), r.attempts) for r in recorded] == [
-        ("no_spread", 2, 1),
+        ("zero_variance", 2, 1),
         ("verifier_error", 1, 2),
         ("cancelled", 0, 1),
     ]

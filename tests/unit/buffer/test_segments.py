@@ -68,13 +68,13 @@ def sample_groups() -> list[ResolvedGroup]:
             trained_version=5,
             applied=False,
         ),
-        ResolvedGroup(make_group(2), drop_reason=DropReason.NO_SPREAD),
+        ResolvedGroup(make_group(2), drop_reason=DropReason.ZERO_VARIANCE),
         ResolvedGroup(RolloutGroup(3, make_prompt(3), 1, (verifier_error,)), drop_reason=DropReason.VERIFIER_ERROR),
         ResolvedGroup(make_group(4, 0), drop_reason=DropReason.POISON),
         ResolvedGroup(make_group(5)),
         ResolvedGroup(make_group(6, 3, length=12, token_rewards={0: 0.1 + 0.2, 3: -1e-300, 11: 7.0})),
         ResolvedGroup(make_group(7, 5), consumed_step=8, trained_version=5, applied=True, group_size=5),
-        ResolvedGroup(make_group(8, 1), drop_reason=DropReason.NO_SPREAD, group_size=4),
+        ResolvedGroup(make_group(8, 1), drop_reason=DropReason.ZERO_VARIANCE, group_size=4),
     ]
 
 
@@ -297,13 +297,13 @@ def test_single_columns_are_read_without_the_rest(tmp_path):
     assert columns["groups/drop_reason"].tolist() == [
         "",
         "",
-        "no_spread",
+        "zero_variance",
         "verifier_error",
         "poison",
         "",
         "",
         "",
-        "no_spread",
+        "zero_variance",
     ]
     assert columns["groups/consumed_step"].tolist() == [0, 7, -1, -1, -1, -1, -1, 8, -1]
     assert columns["rollouts/verdict"][:2].tolist() == ["wrong", "correct"]
@@ -402,7 +402,7 @@ def test_the_reading_example_runs_on_a_segment(tmp_path, monkeypatch, capsys):
     exec(compile(example, str(PAGE), "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "0 0  [0. 1.]"
-    assert "2 -1 no_spread [0. 1.]" in printed
+    assert "2 -1 zero_variance [0. 1.]" in printed
 
 
 def test_every_column_is_on_the_page():

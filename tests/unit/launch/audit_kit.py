@@ -291,7 +291,7 @@ class AuditedRun:
     def _look_at(self, group_id: int, members: tuple[ScoredRollout, ...]) -> None:
         rewards = np.array([member.reward for member in members], np.float32)
         if not has_reward_variance(rewards):
-            self.buffer.drop(group_id, DropReason.NO_SPREAD)
+            self.buffer.drop(group_id, DropReason.ZERO_VARIANCE)
 
     def _train(self, groups: list[Any]) -> None:
         applied = self.step % 5 != 3  # by the step alone: a repeated step goes as it went

@@ -217,7 +217,7 @@ class TextRun:
         members = [self._scored(number, index, number, *each) for index, each in enumerate(completions)]
         group = RolloutGroup(number, asked, max(0, step - 1), tuple(members))
         if step < 0:
-            return ResolvedGroup(group, drop_reason=DropReason.NO_SPREAD)
+            return ResolvedGroup(group, drop_reason=DropReason.ZERO_VARIANCE)
         return ResolvedGroup(group, step, trained_version=step, applied=True)
 
     def _scored(self, group_id: int, index: int, prompt_id: int, text: str, reward: float) -> ScoredRollout:

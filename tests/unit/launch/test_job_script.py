@@ -466,7 +466,7 @@ SCALARS = {
     "time/wait_for_groups_s": 0.5, "trainer/step_s": 0.4, "time/step_s": 1.2, "time/wait_for_weights_s": 1.0,
     "time/checkpoint_s": 4.0, "weights/pause_s": 0.02, "generator/token_s": 0.03, "generator/decoded_together": 10.0,
     "length/prompt_mean": 5.0, "length/completion_mean": 20.0, "length/completion_max": 40.0,
-    "reward/zero_spread_share": 0.25, "verifier_mean_s/adding": 0.03, "verifier_mean_s/code": 0.05,
+    "reward/zero_variance_share": 0.25, "verifier_mean_s/adding": 0.03, "verifier_mean_s/code": 0.05,
 }  # fmt: skip
 
 
@@ -569,7 +569,7 @@ def test_a_measured_run_gives_every_figure(tmp_path):
 
 
 def test_what_a_run_has_not_written_is_guessed(tmp_path):
-    run = MeasuredRun(tmp_path / "measured", left_out="reward/zero_spread_share")
+    run = MeasuredRun(tmp_path / "measured", left_out="reward/zero_variance_share")
     found = rates_of(config_of(), NO_GPUS, MODEL, run.layout, {})
     assert found["dropped_share"] == Figure(0.2, "a guess: 0.2 anywhere")
 

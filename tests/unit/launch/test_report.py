@@ -350,7 +350,7 @@ def test_a_job_that_was_killed_without_a_word_is_at_work_until_another_does_its_
             {"trainer/idle_ratio": 0.4, "generator/idle_ratio": 0.4, "generator/live": 2.0, "staleness/bound": 1.0},
             "max_staleness=1 .*try 2",
         ),
-        ({"reward/zero_spread_share": 0.6, "group/all_correct_share": 0.5}, "60% of finished groups.*too easy"),
+        ({"reward/zero_variance_share": 0.6, "group/all_correct_share": 0.5}, "60% of finished groups.*too easy"),
         ({"length/truncated_share": 0.3, "length/completion_max": 512.0}, "30% of completions are cut off at 512"),
         ({"packing/fill": 0.4, "packing/num_microbatches": 1.0}, "Micro-batches are 40% full"),
         ({"reward/verifier_error_share": 0.05}, "5.0% of verdicts are verifier errors"),
@@ -605,7 +605,7 @@ def test_rollouts_in_segments_are_counted_by_what_a_report_shows(tmp_path):
     assert sampled.staleness == Counter(
         each.trained_version - each.group.admitted_version for each in trained for _ in each.group.members
     )
-    assert (sampled.dropped, sampled.num_groups, sampled.num_rollouts) == ({"no_spread": 1}, 5, 10)
+    assert (sampled.dropped, sampled.num_groups, sampled.num_rollouts) == ({"zero_variance": 1}, 5, 10)
 
 
 def test_a_histogram_counts_stretches_of_values():

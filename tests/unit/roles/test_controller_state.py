@@ -289,7 +289,7 @@ async def test_the_event_loop_goes_on_while_a_slow_disk_takes_the_controllers_pa
         await asyncio.sleep(0.05)
         for index in (0, 1):
             it.buffer.deliver("somebody", scored(2, index))
-        it.buffer.drop(2, DropReason.NO_SPREAD)
+        it.buffer.drop(2, DropReason.ZERO_VARIANCE)
         may_sync.set()
         await asyncio.wait_for(writing, PATIENCE_S)
         it.trainer_has_written(1)

@@ -53,7 +53,7 @@ class Door:
 
 @pytest.fixture
 def door(tmp_path: Path) -> Door:
-    return Door(tmp_path, max_groups_without_spread=3)
+    return Door(tmp_path, max_zero_variance_groups=3)
 
 
 def test_a_group_with_spread_is_kept_and_only_its_last_member_changes_anything(door: Door) -> None:
@@ -64,13 +64,13 @@ def test_a_group_with_spread_is_kept_and_only_its_last_member_changes_anything(d
     assert door.buffer.ledger.counts()["finished"] == 1
 
 
-def test_a_group_without_spread_frees_its_slot_at_once_and_is_recorded(door: Door) -> None:
+def test_a_zero_variance_group_frees_its_slot_at_once_and_is_recorded(door: Door) -> None:
     assert not door.buffer.ledger.has_slot
     assert door.bring(0, 1.0, 1.0) == [False, True]
     assert door.buffer.ledger.has_slot
     assert door.buffer.segments.num_pending == 1
     stats = door.sink.drain()
-    assert stats.num_dropped == {"no_spread": 1}
+    assert stats.num_dropped == {"zero_variance": 1}
     assert len(stats.groups) == 1  # what the policy can now is measured on all groups
     assert door.sink.drain().groups == []
 
@@ -94,10 +94,10 @@ def test_a_verifier_error_drops_the_group_and_is_never_a_reward_of_zero(door: Do
         ((0.0, 1.0), {"truncated": "masked"}, r"^3 consecutive .*shaping\.truncated='masked'.*max_completion_tokens"),
     ],
 )
-def test_groups_without_spread_in_a_row_end_the_run_with_advice(
+def test_zero_variance_groups_in_a_row_end_the_run_with_advice(
     tmp_path: Path, rewards: tuple[float, ...], shaping: dict[str, str], says: str
 ) -> None:
-    door = Door(tmp_path, shaping=ShapingConfig.model_validate(shaping), max_groups_without_spread=3)
+    door = Door(tmp_path, shaping=ShapingConfig.model_validate(shaping), max_zero_variance_groups=3)
     members = [
         scored(group_id, index, reward, verdict=Verdict.WRONG if reward < 1 else Verdict.CORRECT)
         for group_id in range(3)
@@ -123,8 +123,8 @@ def test_one_group_with_spread_begins_the_count_anew(door: Door) -> None:
     assert door.sink.drain().num_zero_variance == 8
 
 
-def test_without_active_sampling_groups_without_spread_are_trained_on(tmp_path: Path) -> None:
-    door = Door(tmp_path, active_sampling=False, max_groups_without_spread=2)
+def test_without_active_sampling_zero_variance_groups_are_trained_on(tmp_path: Path) -> None:
+    door = Door(tmp_path, active_sampling=False, max_zero_variance_groups=2)
     for group_id in range(5):
         door.bring(group_id, 0.0, 0.0)
     assert door.buffer.ledger.counts()["finished"] == 5
@@ -143,7 +143,7 @@ def test_too_large_a_share_of_verifier_errors_ends_the_run_with_the_latest_reaso
 def test_dropping_what_is_resolved_already_does_nothing(door: Door) -> None:
     door.bring(0, 1.0, 1.0)
     door.sink.drop(0, DropReason.POISON)
-    assert door.sink.drain().num_dropped == {"no_spread": 1}
+    assert door.sink.drain().num_dropped == {"zero_variance": 1}
     door.buffer.ledger.conservation()
 
 
@@ -152,14 +152,14 @@ def test_groups_from_the_journal_count_as_if_they_had_arrived_and_are_judged_if_
         for index, reward in enumerate(rewards):
             door.buffer.deliver("journal", scored(group_id, index, reward))
     dropped, judged_late, *_ = [door.buffer.finished()[i] for i in (2, 1)]
-    door.buffer.drop(2, DropReason.NO_SPREAD)
+    door.buffer.drop(2, DropReason.ZERO_VARIANCE)
     restored = [ResolvedGroup(door.buffer.finished()[0]), ResolvedGroup(judged_late)]
-    door.sink.restored([*restored, ResolvedGroup(dropped, drop_reason=DropReason.NO_SPREAD)])
+    door.sink.restored([*restored, ResolvedGroup(dropped, drop_reason=DropReason.ZERO_VARIANCE)])
     stats = door.sink.drain()
     assert [group.group_id for group in stats.groups] == [0, 1, 2]
-    assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (0, 2, {"no_spread": 2})
+    assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (0, 2, {"zero_variance": 2})
     assert stats.shaped_rewards == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]  # of the same members as all other rewards
-    assert door.buffer.ledger.counts()["dropped_no_spread"] == 2
+    assert door.buffer.ledger.counts()["dropped_zero_variance"] == 2
     assert not door.buffer.ledger.is_open(1)
 
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_counts_what_came_in_since_the_last_step_and_the_next_step_
     totals = Totals(tokens_generated=100, groups_dropped=1)
     door.bring(0, 1.0, 1.0)
     saved = door.sink.counted_in(totals)
-    assert (saved.tokens_generated, saved.groups_dropped, saved.groups_without_spread) == (106, 2, 1)
+    assert (saved.tokens_generated, saved.groups_dropped, saved.zero_variance_groups) == (106, 2, 1)
     assert totals == Totals(tokens_generated=100, groups_dropped=1)
     door.sink.drain().add_to(totals)
     assert totals == saved == door.sink.counted_in(totals)
@@ -284,7 +284,7 @@ def test_a_run_in_which_nothing_but_quarantined_prompts_is_left_ends_and_says_wh
 
 
 def test_whoever_tolerates_every_error_is_told_all_the_same_when_no_batch_can_be_filled(tmp_path: Path) -> None:
-    judged = Judged(tmp_path, max_groups_without_spread=12)
+    judged = Judged(tmp_path, max_zero_variance_groups=12)
     for prompt_id in range(11):
         judged.fail("raised", prompt_id, "no tool server")
     judged.succeed(20)
@@ -336,8 +336,10 @@ def test_pass_rates_are_told_of_every_finished_group_once_with_spread_or_without
     back = [RolloutGroup(i, prompt(i), i, (scored(i, 0), scored(i, 1))) for i in (2, 3)]
     sink.restored([ResolvedGroup(back[0]), ResolvedGroup(back[1], drop_reason=DropReason.POISON)])
     assert prompts.told[2:] == [(2, 2, 2, 0.5)]
-    lost = ResolvedGroup(RolloutGroup(4, prompt(4), 0, ()), drop_reason=DropReason.NO_SPREAD)  # with its journal's file
+    lost = ResolvedGroup(
+        RolloutGroup(4, prompt(4), 0, ()), drop_reason=DropReason.ZERO_VARIANCE
+    )  # with its journal's file
     sink.drain()
     sink.restored([lost])
     stats = sink.drain()
-    assert (stats.groups, stats.num_dropped, prompts.told[3:]) == ([], {"no_spread": 1}, [])
+    assert (stats.groups, stats.num_dropped, prompts.told[3:]) == ([], {"zero_variance": 1}, [])

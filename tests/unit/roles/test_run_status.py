@@ -182,16 +182,16 @@ async def test_the_slowest_generator_is_one_that_is_there(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("active_sampling", "replaced"), [(True, 3.0), (False, 0.0)])
-async def test_groups_without_spread_are_replaced_only_where_they_are_not_trained_on(
+async def test_zero_variance_groups_are_replaced_only_where_they_are_not_trained_on(
     tmp_path: Path, active_sampling: bool, replaced: float
 ) -> None:
-    saved = Totals(groups_without_spread=3)
+    saved = Totals(zero_variance_groups=3)
     async with recorded_ring(tmp_path, 1, saved=saved, active_sampling=active_sampling) as (ring, recorder, _):
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
         (step,) = recorder._unwritten
         assert step.figures["group/replaced_total"] == replaced
-        assert recorder._totals.groups_without_spread == 3
+        assert recorder._totals.zero_variance_groups == 3
 
 
 # --------------------------------------------------------------------------------------------------------- step figures
@@ -258,7 +258,7 @@ def test_packing_fill_is_tokens_over_budget(record: StepRecord) -> None:
     assert figures["packing/fill"] == pytest.approx(20 / 32)
 
 
-def test_groups_without_spread_are_told_apart_by_why() -> None:
+def test_zero_variance_groups_are_told_apart_by_why() -> None:
     stats = IntakeStats(
         groups=[group(0, 0, 0.0, 0.0), group(1, 0, 1.0, 1.0), group(2, 0, 1.0, 1.0), group(3, 0, 0.0, 1.0)]
     )
@@ -318,7 +318,7 @@ def test_the_curve_counts_groups_that_were_judged_whole_whatever_became_of_them(
     seal(
         layout,
         ResolvedGroup(group_of(0, 0, 0.0, 1.0), consumed_step=0),
-        ResolvedGroup(group_of(1, 0, 1.0, 1.0), drop_reason=DropReason.NO_SPREAD),
+        ResolvedGroup(group_of(1, 0, 1.0, 1.0), drop_reason=DropReason.ZERO_VARIANCE),
         ResolvedGroup(group_of(2, 1, 1.0, 0.0, failed=(1,)), drop_reason=DropReason.VERIFIER_ERROR),
         ResolvedGroup(group_of(3, 1, 0.0), drop_reason=DropReason.CANCELLED),
         ResolvedGroup(group_of(4, 1, 0.0, 0.5), consumed_step=2),

@@ -482,7 +482,7 @@ async def test_weights_wait_for_the_last_group_that_the_ones_before_them_sample(
         useless = finish_one(ring, rewards=(1.0, 1.0))  # teaches nothing, so that another one takes its place
         await settle_down()
         assert [version for _, version in generator.received] == [0]
-        ring.buffer.drop(useless, DropReason.NO_SPREAD)
+        ring.buffer.drop(useless, DropReason.ZERO_VARIANCE)
         finish_one(ring)
         await generator.until_received(1)
         ring.is_generating = True
@@ -569,7 +569,7 @@ async def test_a_step_is_repeated_only_if_the_weights_after_it_may_go_out(
         assert said == ["step 1, repeated, went differently: loss -0.5 then, 0.5 now"]
 
 
-def test_groups_that_came_back_without_spread_do_not_count(tmp_path: Path) -> None:
+def test_groups_that_came_back_with_zero_variance_do_not_count(tmp_path: Path) -> None:
     """They are about to be dropped: which a crash may have prevented."""
 
     async def count() -> tuple[bool, bool]:
