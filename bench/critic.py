@@ -17,23 +17,11 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from bench.demo_runs import (
-    GOAL,
-    LAST,
-    Rewards,
-    complete_run,
-    known,
-    make_demo_model,
-    mean_and_deviation,
-    trained_metrics,
-)
-from launch.demo.run import NUM_PROBLEMS
-from launch.demo.task import write_dataset
+from bench.demo_runs import GOAL, LAST, Rewards, known, mean_and_deviation, runs_of_arms, trained_metrics
 from rlhpc.base.run_directory import RunLayout
 
 EXPLAINED = "critic/explained_variance"
@@ -69,15 +57,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
     root = options.directory.absolute()
-    model, data = make_demo_model(root), root / "train.jsonl"
-    write_dataset(data, NUM_PROBLEMS, seed=0)
     found: dict[str, list[Outcome]] = {arm: [] for arm in options.arms}
-    for seed, arm in product(range(options.seeds), options.arms):
-        words = [
-            f"run.seed={seed}", f"run.num_steps={options.steps}", f"model.path={model}", f"data.path={data}",
-            *ARMS[arm],
-        ]  # fmt: skip
-        found[arm].append(outcome_of(complete_run(root / f"{arm}-{seed}", words)))
+    arms = {arm: ARMS[arm] for arm in options.arms}
+    for arm, seed, layout in runs_of_arms(root, arms, num_seeds=options.seeds, num_steps=options.steps):
+        found[arm].append(outcome_of(layout))
         print(f"{arm}-{seed}: {found[arm][-1]}", file=sys.stderr, flush=True)
     print(table(found))
     return 0

@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from launch.demo.run import RUN_FILE
-from launch.demo.task import running_mean
+from launch.demo.run import NUM_PROBLEMS, RUN_FILE
+from launch.demo.task import running_mean, write_dataset
 from launch.demo.warm_start import make_model
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.history import Trained, event_paths, read_events
@@ -54,6 +55,17 @@ def complete_run(directory: Path, words: Sequence[str]) -> RunLayout:
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
     return layout
+
+
+def runs_of_arms(
+    root: Path, arms: Mapping[str, Sequence[str]], *, num_seeds: int, num_steps: int
+) -> Iterator[tuple[str, int, RunLayout]]:
+    """Complete runs of every arm (name → overrides) and seed, one after the other: arm, seed, its directory."""
+    model, data = make_demo_model(root), root / "train.jsonl"
+    write_dataset(data, NUM_PROBLEMS, seed=0)
+    own = [f"run.num_steps={num_steps}", f"model.path={model}", f"data.path={data}"]
+    for seed, (arm, words) in product(range(num_seeds), arms.items()):
+        yield arm, seed, complete_run(root / f"{arm}-{seed}", [f"run.seed={seed}", *own, *words])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """Our engine beside vLLM alone, and what new weights cost while it samples.
 
     python -m bench.engine MODEL [--requests 512] [--prompt 64] [--tokens 256] [--max-num-seqs 256] [--repeats 3]
-                           [--dtype bfloat16] [--kv-cache-gib 8] [--eager] [--updates 5]
+                           [--dtype bfloat16] [--kv-cache-gib 8] [--eager] [--updates 5] [--rank 32]
 
 MODEL: an HF checkpoint directory; without one, a random model is made, of Qwen3-0.6B's sizes or of --random.  Both ways
 ask the same engine for the same requests in the same process, turn about.  "direct" is AsyncLLM.generate by hand, all
 requests at once; "ours" goes through VllmEngine, which keeps every token's version.  Nobody stops early.  Prints
 generated tokens/s (median and range) and the ratio; then tokens/s while weights arrive one version after the other from
-this process (by CUDA IPC, on CPU by gloo), and how long a version takes to arrive and stops sampling for.
+this process (by CUDA IPC, on CPU by gloo), and how long a version takes to arrive and stops sampling for, in seconds
+and in decoding steps of as many requests.  With --rank versions are LoRA adapters of attention and MLP.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from rlhpc.config.tables import WeightsConfig
 from rlhpc.generation.vllm_core import CoreProcesses
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.generation.vllm_requests import vllm_sampling_params
+from rlhpc.models.adapter import adapter_specs, base_digest, chosen_layers, matrices_of
 from rlhpc.protocol.contracts import WeightTiming
-from rlhpc.protocol.types import Prompt, RolloutRequest, SamplingParams, TensorSpec, WeightGroup
+from rlhpc.protocol.types import AdapterForm, Prompt, RolloutRequest, SamplingParams, TensorSpec, WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import forget_end_of_sequence
@@ -58,6 +60,7 @@ def config_of(model: Path, options: argparse.Namespace) -> Config:
         "admission": {"groups_per_step": 2, "group_size": 2},
         "trainer": {"token_budget": max(1024, options.prompt + options.tokens)},
         "weights": {"timeout_s": TIMEOUT_S, "transport": "ipc" if device == "cuda" else "gloo"},
+        "lora": {"rank": options.rank},
     }
     return Config.model_validate(tables)
 
@@ -99,12 +102,17 @@ async def rate(sample: Awaitable[int]) -> float:
 
 
 class Trainer:
-    """The other end of the weights: the checkpoint's own, version after version."""
+    """The other end of the weights: the checkpoint's own or random adapters, version after version."""
 
     def __init__(self, model: Path, config: Config, directory: Path) -> None:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, config.model.dtype))
-        self._weights = [(name, tensor.detach().to(self._device)) for name, tensor in loaded.named_parameters()]
+        weights, self._form = [(name, tensor.detach()) for name, tensor in loaded.named_parameters()], None
+        if rank := config.lora.rank:
+            layers = chosen_layers(config.lora, matrices_of({name: tuple(each.shape) for name, each in weights}))
+            weights = [(spec.name, 0.01 * torch.randn(spec.shape)) for spec in adapter_specs(layers, rank)]
+            self._form = AdapterForm(rank, config.lora.scale, base_digest(model))
+        self._weights = [(name, tensor.to(self._device)) for name, tensor in weights]
         self.num_bytes = sum(tensor.nbytes for _, tensor in self._weights)
         self._transport = config.weights.transport
         settings = WeightsConfig(transport=self._transport, timeout_s=TIMEOUT_S)
@@ -116,7 +124,7 @@ class Trainer:
 
     async def update(self, engine: VllmEngine, version: int) -> WeightTiming:
         specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._weights]
-        manifest = make_manifest(version, 1, specs, BUCKET_BYTES)
+        manifest = make_manifest(version, 1, specs, BUCKET_BYTES, self._form)
         timing, _ = await asyncio.gather(
             engine.receive_weights(manifest),
             asyncio.to_thread(self._publisher.publish, manifest, iter(self._weights)),
@@ -168,14 +176,17 @@ async def with_updates(
     was_sampling = not sampling.done()
     during = await sampling
     receive, pause = (statistics.median(getattr(t, name) for t in timings) for name in ("receive_s", "pause_s"))
-    size = trainer.num_bytes / 2**30
+    size, step = trainer.num_bytes / 2**30, min(options.requests, options.max_num_seqs) / alone
     beyond = "" if was_sampling else ", longer than sampling"
     print(f"{len(timings)} versions of {size:.2f} GiB in {seconds:.1f} s{beyond}")
-    print(f"a version     arrives in {receive:.3f} s ({size / receive:.1f} GiB/s), sampling stops for {pause:.3f} s")
+    arrives = f"arrives in {receive:.3f} s ({size / receive:.1f} GiB/s)"
+    print(f"a version     {arrives}, sampling stops for {pause:.3f} s, {pause / step:.2f} steps of {step:.3f} s")
     print(f"with updates  {during:10,.0f} tokens/s   {during / alone:.3f} of without", flush=True)
     tell("engine with updates over without", during / alone)
     tell("a version arrives in, s", receive)
     tell("sampling stops for, s", pause)
+    tell("sampling stops for, steps", pause / step)
+    tell("versions/s", len(timings) / sum(t.receive_s + t.pause_s for t in timings))
 
 
 def main() -> None:
@@ -191,6 +202,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-gib", type=float, default=8.0)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--rank", type=int, default=0, help="of LoRA adapters; 0: versions are all weights")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model or make_model(Path(scratch) / "model", options.random, dtype=torch.bfloat16)

@@ -106,6 +106,9 @@ ENGINE_TOY = (
     "bench.engine", "--random", "tiny", "--requests", "4", "--prompt", "8", "--tokens", "8", "--max-num-seqs", "4",
     "--repeats", "1", "--dtype", "float32", "--kv-cache-gib", "0.1", "--eager", "--updates", "1",
 )  # fmt: skip
+ENGINE_7B = (*ENGINE, "--random", "qwen2.5-7b")
+ADAPTERS, TOY_ADAPTERS = ("--rank", "32"), ("--rank", "8")
+MERGED = ("--form", "merged")
 VERSIONS = ("bench.weights", "--device", "cuda", "--transports", "nccl", "ipc", "--receivers", "1", "2")
 VERSIONS_TOY = ("bench.weights", "--transports", "gloo", "ipc", "--megabytes", "16", "--versions", "2")
 SHAPE_TOY = (
@@ -148,6 +151,16 @@ PARTS = (
          trainer("qwen3-1.7b", *OFFLOADED), toy(*FULL)),
     Part("0.6B recomputed", "as 0.6B, activations recomputed", 60, trainer("qwen3-0.6b", *FULL), toy(*FULL)),
     Part("bfloat16", "the layouts in bfloat16", 120, tests(LAYOUTS, "five_steps and bfloat16"), LAYOUTS_TOY),
+    Part("7B LoRA", "as 0.6B, 7 billion with adapters of rank 32, recomputed; seconds a version", 150,
+         trainer("qwen2.5-7b", *FULL, *ADAPTERS), toy(*FULL, *TOY_ADAPTERS)),
+    Part("7B LoRA merged", "the same, versions merged", 150, trainer("qwen2.5-7b", *FULL, *ADAPTERS, *MERGED),
+         toy(*FULL, *TOY_ADAPTERS, *MERGED)),
+    Part("7B offloaded", "as 0.6B, 7 billion, all weights, recomputed, optimiser in host memory: a card of 141 GB", 180,
+         trainer("qwen2.5-7b", *OFFLOADED), toy(*FULL)),
+    Part("7B LoRA engine", "as engine, 7 billion, versions are adapters of rank 32: how many a second", 240,
+         (*ENGINE_7B, *ADAPTERS), (*ENGINE_TOY, *TOY_ADAPTERS), needs_engine=True),
+    Part("7B engine", "as engine, 7 billion, versions are all weights, as of full training and of merged adapters", 240,
+         ENGINE_7B, ENGINE_TOY, needs_engine=True),
     Part("weights, paused", "the NCCL group again, engines that load while buckets arrive", 120,
          tests(TRANSPORT, "nccl and paused"), TRANSPORT_TOY),
 )  # fmt: skip

@@ -4,14 +4,17 @@
     python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-0.6b --layouts dp1 --tokens 16384 --rows 4 \
         --parts 4
     python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-4b --layouts dp1 --offload --alone
+    python -m bench.trainer --device cuda --dtype bfloat16 --model qwen2.5-7b --layouts dp1 --alone --rank 32 \
+        --form merged
 
 Both take the same rows through the same model, layout and optimiser in the same processes, turn about.  "direct" is
 what one writes by hand when nothing else is wanted: rows made ready beforehand, one loss, Megatron's own
-optimizer.step(); no metrics, no vote; --alone leaves it out, where a second optimiser has no room.  Prints tokens/s
-(median and range) and the ratio; with --parts also the time of a step whose rows come in parts (admission.step_parts),
-over that of a whole step; on CUDA also MFU: model FLOPs
-(6 per parameter and token without the embedding, and attention's 12 · heads · head size per token pair that is looked
-at, counted once for forward and twice for backward) over the GPU's dense bf16 peak.
+optimizer.step(); no metrics, no vote; --alone, where a second optimiser has no room, and --rank, of LoRA adapters on
+attention and MLP, leave it out.  Prints tokens/s (median and range) and the ratio; seconds in which the trainer yields
+all tensors of a version, sent to nobody; with --parts also the time of a step whose rows come in parts
+(admission.step_parts), over that of a whole step; on CUDA also MFU: model FLOPs (6 per parameter and token without the
+embedding, 4 of a frozen one, and attention's 12 · heads · head size per token pair that is looked at, counted once for
+forward and twice for backward) over the GPU's dense bf16 peak.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ MODELS = {
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
     "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151_936),
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 64, 151_936),  # with Qwen3's norms of heads and without biases
+    "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 128, 152_064),
 }
 PEAK_BF16_FLOPS = {
     "H100": 989e12,
@@ -67,6 +72,7 @@ PEAK_BF16_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }  # dense, from the makers' data sheets
+VERSION = "a version"  # the name of its seconds among those of steps
 STEP = {"learning_rate": 1e-6, "weight_decay": 0.1, "max_grad_norm": 1.0}
 
 
@@ -81,6 +87,8 @@ class Task:
     repeats: int
     parts: int
     is_alone: bool  # nothing written by hand beside it
+    rank: int  # of adapters; 0: all weights are trained
+    form: str  # of versions
     scratch: Path
 
 
@@ -95,7 +103,7 @@ def make_model(directory: Path, name: str, dtype: torch.dtype = torch.float32) -
         num_key_value_heads=key_heads,
         head_dim=head_dim,
         max_position_embeddings=40_960,
-        tie_word_embeddings=True,
+        tie_word_embeddings=name != "qwen2.5-7b",
     )
     disable_progress_bar()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU draws a billion numbers in a minute
@@ -206,7 +214,7 @@ class DirectStep:
 def on_rank(rank: int, task: Task, pipe: Connection) -> None:
     torch.set_num_threads(1)
     keys = {**task.keys, "backend": "megatron"}
-    config = tiny_config(task.model, dtype=task.dtype, **keys)
+    config = tiny_config(task.model, dtype=task.dtype, lora={"rank": task.rank}, form=task.form, **keys)
     address = f"file://{task.scratch / 'store'}"
     backend: Any = open_backend(config, RankContext(rank, config.trainer.num_ranks, address))
     tokens = num_loss_tokens(task.rows) * backend.dp_size
@@ -225,7 +233,7 @@ def on_rank(rank: int, task: Task, pipe: Connection) -> None:
     ours()
     peak = torch.cuda.max_memory_allocated() if backend.device == "cuda" else 0  # before the other has taken any
     contenders = [("ours", ours)]
-    if not task.is_alone:
+    if not (task.is_alone or task.rank):
         contenders.append(("direct", DirectStep(backend, config.trainer, task.rows, getattr(torch, task.dtype))))
     if task.parts > 1:
         contenders.append(("in parts", in_parts))
@@ -235,6 +243,9 @@ def on_rank(rank: int, task: Task, pipe: Connection) -> None:
             seconds = timed(step, backend._device)
             if repeat >= 2:  # the first two warm up
                 times[name].append(seconds)
+    times[VERSION] = [
+        timed(lambda: [None for _ in backend.weights()], backend._device) for _ in range(1 + task.repeats)
+    ][1:]
     pipe.send((times, peak, torch.cuda.get_device_name() if peak else ""))
     backend.close()
 
@@ -270,15 +281,17 @@ def measure(task: Task) -> tuple[dict[str, list[float]], int, str]:
     return answers[0]
 
 
-def model_flops(name: str, rows: list[PackedMicrobatch]) -> float:
-    """Of one step over these rows: forward and backward, without what recompute adds."""
+def model_flops(name: str, rows: list[PackedMicrobatch], rank: int = 0) -> float:
+    """Of one step over these rows: forward and backward, without what recompute adds; rank: of adapters, or 0."""
     hidden, intermediate, layers, heads, key_heads, head_dim, vocabulary = MODELS[name]
     attention = hidden * head_dim * (2 * heads + 2 * key_heads)
     matrices = layers * (attention + 3 * hidden * intermediate)
     tokens = sum(len(row.token_ids) for row in rows)
     head_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     pairs = sum(int((np.diff(row.cu_seqlens).astype(np.int64) ** 2).sum()) / 2 for row in rows)  # causal
-    return 6.0 * (matrices * tokens + hidden * vocabulary * head_tokens) + 12.0 * layers * heads * head_dim * pairs
+    adapters = rank * layers * (4 * hidden + 2 * head_dim * (heads + key_heads) + 3 * (hidden + intermediate))
+    of_matrices = (4.0 if rank else 6.0) * (matrices * tokens + hidden * vocabulary * head_tokens)
+    return of_matrices + 6.0 * adapters * tokens + 12.0 * layers * heads * head_dim * pairs
 
 
 def main() -> None:
@@ -294,16 +307,19 @@ def main() -> None:
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
     parser.add_argument("--offload", action="store_true", help="the optimiser is in host memory")
     parser.add_argument("--alone", action="store_true", help="without the step written by hand")
+    parser.add_argument("--rank", type=int, default=0, help="of LoRA adapters; 0: all weights are trained")
+    parser.add_argument("--form", default="adapter", choices=["adapter", "merged"], help="of versions with --rank")
     options = parser.parse_args()
     rows = [draw_row(options.tokens, MODELS[options.model][-1], seed) for seed in range(options.rows)]
     tokens = sum(len(row.token_ids) for row in rows)
     print(
         f"{options.model}, {options.rows} rows of {options.tokens} tokens a rank, {options.dtype} on {options.device}, "
         f"recompute {options.recompute}{', optimiser in host memory' if options.offload else ''}"
+        f"{f', adapters of rank {options.rank}, versions {options.form}' if options.rank else ''}"
     )
     print(
         f"{'layout':8}{'ours tok/s':>12}{'range':>18}{'direct tok/s':>14}{'range':>18}"
-        f"{'ratio':>8}{'MFU':>7}{'peak GiB':>10}{'parts/whole':>14}"
+        f"{'ratio':>8}{'MFU':>7}{'peak GiB':>10}{'version s':>11}{'parts/whole':>14}"
     )
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", options.model, getattr(torch, options.dtype))
@@ -317,11 +333,15 @@ def main() -> None:
                 "token_budget": options.tokens,
                 "optimizer_offload": options.offload,
             }
-            task = Task(model, keys, options.dtype, rows, options.repeats, options.parts, options.alone, place)
+            task = Task(
+                model, keys, options.dtype, rows, options.repeats, options.parts, options.alone, options.rank,
+                options.form, place,
+            )  # fmt: skip
             times, peak, gpu = measure(task)
             replicas = keys["num_ranks"] if layout.startswith("dp") else 1
-            flops = model_flops(options.model, rows) * replicas
+            flops = model_flops(options.model, rows, options.rank) * replicas
             print(render(layout, times, tokens * replicas, flops, keys, peak, gpu))
+            tell("trainer yields a version in, s", statistics.median(times[VERSION]))
             tell_figures(times["ours"], tokens * replicas, flops / keys["num_ranks"], peak, gpu)
 
 
@@ -358,7 +378,8 @@ def render(
     memory = f"{peak / 2**30:.1f}" if peak else "–"
     pairs = zip(times.get("in parts", ()), times["ours"], strict=False)
     parts = f"{statistics.median(p / o for p, o in pairs):.3f}" if "in parts" in times else "–"
-    return f"{layout:8}{cell('ours')}{cell('direct')}{ratio:>8}{mfu:>7}{memory:>10}{parts:>14}"
+    version = f"{statistics.median(times[VERSION]):.3f}"
+    return f"{layout:8}{cell('ours')}{cell('direct')}{ratio:>8}{mfu:>7}{memory:>10}{version:>11}{parts:>14}"
 
 
 if __name__ == "__main__":

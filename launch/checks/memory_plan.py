@@ -33,7 +33,7 @@ from rlhpc.config.rules import Config
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.models.adapter import (
-    OUTPUT,
+    HEAD_MODULE,
     adapter_specs,
     chosen_layers,
     is_quantised,
@@ -67,6 +67,8 @@ from rlhpc.weights.buckets import plan_buckets
 #     norms of heads        n·(A + K)·D / t                 where the family has them: q and k before their norms
 #     … with Megatron       b·(A + 2·K)·D / t               q, k and v as the fused projection gives them
 #     SwiGLU                m·b·F / t                       gate, up, silu(gate), product, m = 4; Megatron: 3, no silu
+#     adapters              b·r                             A x of each module that has one, of rank r; and below
+#                                                           float32 A and B themselves, cast.  Norms are frozen: n = 4
 # Of a mixture the SwiGLU term is b·(m·F_expert + H) for each token that is routed here, m = 6, with Megatron 4, plus
 # 12·E for the router.
 # Recompute "selective" keeps 2·b·(A + K)·D / t of attention in either case: little is gained unless rows are shared.
@@ -85,6 +87,14 @@ class RowMemory:
     trainer: TrainerConfig
     element_bytes: int
     is_head_trained: bool = True
+    adapter_rank: int = 0  # of each module, summed over those of a layer that have adapters
+    adapter_numbers: int = 0  # of A and B of a layer
+    head_rank: int = 0
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether all else is frozen."""
+        return self.adapter_rank + self.head_rank > 0
 
     @property
     def num_tokens(self) -> int:
@@ -98,8 +108,13 @@ class RowMemory:
 
     @property
     def _norm_bytes(self) -> int:
-        """Bytes kept for each number of a norm's input: Megatron keeps it alone, transformers a float32 copy, too."""
-        return self.element_bytes if self._is_megatron else 4 + self.element_bytes
+        """Bytes kept for each number of a norm's input: Megatron keeps it alone, transformers a float32 copy, too.
+
+        A frozen norm of transformers keeps the copy alone.
+        """
+        if self._is_megatron:
+            return self.element_bytes
+        return 4 + self.element_bytes * (not self.has_adapters)
 
     @property
     def _is_megatron(self) -> bool:
@@ -117,11 +132,14 @@ class RowMemory:
         """Activations at the fullest moment of a pipeline stage: rows in flight, and the current layer.
 
         head: bytes that the head has freed when a layer is recomputed; only the layer's bytes beyond them count.
+        With adapters also when it goes backward: no gradient of the head waits for the embedding's.
         """
         layers = layers_of_stage(self.layout, self.shape.num_layers, stage)
         row = sum(self.of_layer(layer) for layer in layers)
         again = max(map(self._layer, layers)) if self.trainer.recompute_activations == "full" else 0
-        return int(row * rows_in_flight(self.layout, stage)) + max(0, again - head) + max(map(self._gradients, layers))
+        backward = max(map(self._gradients, layers))
+        later = max(0, again + backward - head) if self.has_adapters else max(0, again - head) + backward
+        return int(row * rows_in_flight(self.layout, stage)) + later
 
     def _layer(self, layer: int) -> int:
         """Bytes that one layer keeps of a row if at most attention is recomputed."""
@@ -135,7 +153,8 @@ class RowMemory:
         if shape.has_qk_norm:
             of_keys = 2 * key_heads if self._is_megatron else key_heads
             attention += self._norm_bytes * (heads + of_keys) // t
-        return self.num_tokens * (norms + attention) + self._mlp(layer)
+        adapters = self.num_tokens * b * self.adapter_rank + b * self.adapter_numbers * (b < 4)
+        return self.num_tokens * (norms + attention) + adapters + self._mlp(layer)
 
     def _mlp(self, layer: int) -> int:
         shape, b = self.shape, self.element_bytes
@@ -171,16 +190,19 @@ class RowMemory:
         """Logits, log-probabilities and the head's gradient on the last stage (rlhpc/training/logprob.py).
 
         Forward 1⅛·C·V/t float32 numbers of a chunk of C tokens; backward C·V/t and the head's gradient V·H/t, or in
-        bfloat16 ¼·C·V/t and 1⅝·V·H/t; around them the last norm and three copies of the hidden states.
+        bfloat16 ¼·C·V/t and 1⅝·V·H/t; around them the last norm and three copies of the hidden states.  A CPU
+        multiplies bfloat16 as float32: there V·H/t more.
         """
         shape, b = self.shape, self.element_bytes
         vocabulary = self.layout.padded_vocabulary(shape.vocabulary) // self.layout.tensor
         logits = 4 * min(LOGPROB_CHUNK_TOKENS, self.num_tokens) * vocabulary
-        weight = 4 * vocabulary * shape.hidden * self.is_head_trained
+        factor = vocabulary * (shape.hidden + self.head_rank)  # an adapter's B lies beside a copy of the weight
+        weight = 4 * factor * self.is_head_trained
         backward = logits + weight if b == 4 else logits // 4 + weight * 13 // 8
         hidden = self.num_tokens * shape.hidden
         around = hidden * self._norm_bytes // self._norm_share + 3 * hidden * b
-        return max(logits * 9 // 8, backward) + around
+        copies = b * factor * (self.head_rank > 0) + 4 * factor * (b == 2 and self.trainer.device == "cpu")
+        return max(logits * 9 // 8, backward) + around + copies
 
 
 def rows_in_flight(layout: ParallelLayout, stage: int) -> float:
@@ -291,13 +313,12 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
     state = _STATES[config.trainer.backend](config, layout, held)
     if config.lora.rank:
         state = _beside_adapters(config, shape, layout, stage)
-    b = ELEMENT_BYTES[config.model.dtype]
     num_models = 2 if config.has_critic else 1
     reference = _reference_bytes(config, layout, held)
     is_far = config.trainer.reference_memory == "host" or config.trainer.parameter_offload
     average = 0 if config.trainer.ema_decay == "off" else 4 * state.num_owned
     is_average_far = config.trainer.ema_memory == "host"
-    row = RowMemory(shape, layout, config.trainer, b, not config.lora.rank or OUTPUT in config.lora.targets)
+    row = _row_memory(config, shape, layout)
     head = row.head() if stage == layout.pipeline - 1 else 0
     return RankMemory(
         stage=stage,
@@ -318,6 +339,24 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
         host_reference=reference if is_far else 0,
         host_average=average if is_average_far else 0,
         host_image=_image_bytes(config, shape) if stage == 0 else 0,
+    )
+
+
+def _row_memory(config: Config, shape: ModelShape, layout: ParallelLayout) -> RowMemory:
+    """Adapters in the mean over layers, that of the head apart."""
+    row = RowMemory(shape, layout, config.trainer, ELEMENT_BYTES[config.model.dtype])
+    if not config.lora.rank:
+        return row
+    rank, layers = config.lora.rank, _adapted(shape, tuple(config.lora.targets))
+    of_head = layers.get(HEAD_MODULE, ())
+    of_experts = {projection_of(name) for name in layers} - {""}
+    num_others = sum(not projection_of(name) for name in layers) - bool(of_head)
+    return replace(
+        row,
+        is_head_trained=bool(of_head),
+        head_rank=rank * bool(of_head),
+        adapter_rank=rank * (num_others + shape.experts_per_token * len(of_experts)) // shape.num_layers,
+        adapter_numbers=(_adapter_numbers(config, shape)[0] - rank * sum(of_head)) // shape.num_layers,
     )
 
 

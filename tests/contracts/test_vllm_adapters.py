@@ -23,10 +23,14 @@ from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import A, B
 from rlhpc.protocol.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.protocol.types import AdapterForm, TensorSpec, WeightManifest
+from rlhpc.training.factory import open_backend
 from rlhpc.training.lora import load_policy
+from rlhpc.training.ranks import RankContext
 from rlhpc.weights.buckets import make_manifest
 from tests.contracts.engine_subjects import AdapterSubject, VllmSubject, request_of, tiny_config
 from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row
+from tests.unit.training.packed_rows import tiny_config as trainer_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 TOLERANCE = 1e-4
@@ -411,3 +415,66 @@ async def test_adapters_of_experts_of_other_sizes_are_refused_by_name(tp_size: i
     specs = [replace(each, shape=(2, 5)) if each.name == wrong else each for each in manifest.tensors]
     with pytest.raises(GroupFailed, match=re.escape(f"version 3: A and B of {MIXTURE}.1.up_proj are [2, 5] and")):
         slot.refuse_unfit(replace(manifest, tensors=tuple(specs)))
+
+
+# --------------------------------------------------------------------------------------------------------------- merged
+
+
+class MergedSubject(VllmSubject):
+    """An engine of whole weights, which a trainer of adapters merges for each version."""
+
+    trainer: Any
+
+    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        return list(self.trainer.weights())
+
+    def held(self, layer: str) -> torch.Tensor:
+        """A matrix [out, in] of the engine, whose kernels keep it repacked: what it makes of unit vectors is exact."""
+        module = self.worker.model_runner.get_model().get_submodule(layer)
+        return torch.as_tensor(module(torch.eye(module.input_size, dtype=module.params_dtype))[0]).T
+
+
+def rounding(made: MergedSubject, dtype: torch.dtype) -> torch.Tensor:
+    """Errors of the engine's matrices against a merge in float64, over what rounding once from float32 may make."""
+    given = {name: tensor.double() for name, tensor in made.trainer._lora.parameters.items()}
+    scale, shares = made.trainer._lora.settings.scale, []
+    joined = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+    for layer, parts in (*joined.items(), ("self_attn.o_proj", ("o_proj",)), ("mlp.down_proj", ("down_proj",))):
+        place = f"model.layers.1.{layer}"
+        names = [f"{place.rpartition('.')[0]}.{part}" for part in parts]
+        base = torch.cat([made._base[f"{name}.weight"].to(dtype) for name in names]).double()
+        update = torch.cat([given[name + B] @ given[name + A] for name in names])
+        sizes = torch.cat([given[name + B].abs() @ given[name + A].abs() for name in names])
+        expected = base + scale * update
+        in_float32 = 2**-24 * (LORA["rank"] + 2) * (base.abs() + scale * sizes)
+        allowed = torch.finfo(dtype).eps / 2 * expected.abs() + in_float32
+        shares.append(((made.held(place).double() - expected).abs() / allowed).flatten())
+    return torch.cat(shares)
+
+
+LORA: dict[str, Any] = {"rank": 8, "alpha": 20.0, "targets": ("attention", "mlp")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_the_hundredth_merged_version_is_as_exact_in_the_engine_as_the_first(tmp_path: Path, dtype: str) -> None:
+    made = await MergedSubject.start(tmp_path, family="qwen3", tied=True, dtype=dtype)
+    settings = trainer_config(made.config.model.path, dtype=dtype, lora=LORA, form="merged")
+    made.trainer, rows = open_backend(settings, RankContext()), [pack_row(draw_samples((12, 9)))]
+    found = {}
+    try:
+        await made.join()
+        for version in range(1, 101):
+            made.trainer.step(
+                rows, clipped_loss, proximal=None, num_loss_tokens=num_loss_tokens(rows), learning_rate=5e-3,
+                weight_decay=0.0, max_grad_norm=1.0,
+            )  # fmt: skip
+            await made.update(version)
+            if version in (1, 100):
+                found[version] = rounding(made, getattr(torch, dtype))
+        for shares in found.values():
+            assert shares.max() <= 1
+        assert found[100].square().mean().sqrt() <= 1.05 * found[1].square().mean().sqrt()
+    finally:
+        await made.engine.close()
+        made.publisher.dissolve()
+        made.trainer.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,9 +37,11 @@ from rlhpc.config.rules import Config, with_values
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import ModelShape, ParallelLayout
 from rlhpc.protocol.errors import ConfigError
+from rlhpc.training.factory import open_backend
 from rlhpc.training.hf_model import cast_parameters, load_causal_lm
 from rlhpc.training.megatron.attention import held
 from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training.ranks import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.launch.public_models import (
     CONFIGS,
@@ -47,7 +53,14 @@ from tests.unit.launch.public_models import (
     make_model_directory,
     part_of,
 )
-from tests.unit.training.packed_rows import draw_samples, pack_row
+from tests.unit.training.packed_rows import (
+    LiveBytes,
+    clipped_loss,
+    draw_samples,
+    num_loss_tokens,
+    pack_row,
+    tiny_config,
+)
 from tests.unit.training.rank_processes import run_ranks
 
 # ------------------------ What all processes on one GPU take together is judged, share by share, before anything starts
@@ -521,3 +534,58 @@ def test_megatrons_ranks_hold_and_keep_what_is_planned(tmp_path):
                 assert planned / ROUTING_IMBALANCE < kept < planned
             elif "pipeline" not in name:
                 assert kept == pytest.approx(planned, rel=0.01), (name, kept, planned)
+
+
+# -------------------- Peak of a rank that trains adapters, against its plan
+
+
+def measure_adapters(rank: int, world_size: int, model: Path) -> list[tuple[int, int, int, int]]:
+    """Of each arrangement: bytes that are there all the time, and the plan's; at the peak of a step, and the plan's."""
+    shape = ModelShape.of(json.loads((model / "config.json").read_text()))
+    assert shape is not None
+    rows = [pack_row(draw_samples([2 * NUM_TOKENS] * 4))]
+    found = []
+    for backend, dtype, targets, recompute in ARRANGEMENTS:
+        before = {storage.data_ptr() for storage in storages()}
+        config = tiny_config(
+            model, backend=backend, token_budget=8 * NUM_TOKENS, dtype=dtype, recompute_activations=recompute,
+            lora={"rank": 32, "targets": targets},
+        )  # fmt: skip
+        trainer: Any = open_backend(config, RankContext(rank, world_size))
+        train = partial(
+            trainer.step, rows, clipped_loss, proximal=None, num_loss_tokens=num_loss_tokens(rows),
+            learning_rate=1e-5, weight_decay=0.0, max_grad_norm=1.0,
+        )  # fmt: skip
+        train()  # the first makes what stays
+        before |= {
+            view.untyped_storage().data_ptr() for kept in trainer._saver._copies.values() for view, *_ in kept.values()
+        }
+        there = list(storages())
+        resident = sum({each.data_ptr(): each.nbytes() for each in there if each.data_ptr() not in before}.values())
+        with LiveBytes(*there) as live:
+            train()
+        (plan,) = plan_memory(config, shape)
+        found.append((resident, plan.resident, resident + live.peak, plan.peak))
+        trainer.close()
+        del trainer, train, there
+    return found
+
+
+def storages() -> Iterator[Any]:
+    """Of all tensors of this process."""
+    gc.collect()
+    return (each.untyped_storage() for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter))
+
+
+TARGETS = ["attention", "mlp"], ["attention", "mlp", "output"]
+ARRANGEMENTS = list(product(("reference", "megatron"), ("float32", "bfloat16"), TARGETS, ("none", "full")))
+
+
+@pytest.mark.starts
+def test_a_rank_with_adapters_takes_what_is_planned(tmp_path):
+    """To the byte what is there all the time, padding apart; at the fullest moment of a step within a tenth."""
+    model = make_tiny_checkpoint(tmp_path / "model", "qwen3", hidden=128, layers=6, vocabulary=8192)
+    (found,) = run_ranks(1, measure_adapters, tmp_path / "ranks", model)
+    for arrangement, (resident, planned, peak, planned_peak) in zip(ARRANGEMENTS, found, strict=True):
+        assert resident == pytest.approx(planned, rel=2e-3), arrangement
+        assert planned_peak == pytest.approx(peak, rel=0.1), arrangement

@@ -157,10 +157,11 @@ def plain_heads(mixed: Tensor, weights: tuple[Tensor, Tensor] | None) -> tuple[T
 class LiveBytes(TorchDispatchMode):
     """Follows the storages that operations make, and how many bytes of them live at once."""
 
-    def __init__(self, *inputs: Tensor) -> None:
+    def __init__(self, *inputs: Tensor | torch.UntypedStorage) -> None:
+        """inputs: what was there before."""
         super().__init__()
         self.live, self.peak = 0, 0
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self._seen = {(each.untyped_storage() if isinstance(each, Tensor) else each).data_ptr() for each in inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
