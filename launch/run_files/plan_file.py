@@ -1,4 +1,4 @@
-"""Write and read job_plan.json: which processes one job of a run starts.
+"""Write and read job_plan.json: the processes that each job of a run starts.
 
 Input: the file written by launch/plan/script.py.  Output: JobPart.  A job's batch step reads it,
 `PYTHON -u -P -m launch.supervisor --run-dir RUN_DIR --plan RUN_DIR/job_plan.json --job JOB`; `rlhpc run` has
@@ -28,9 +28,9 @@ class PlanFileError(RlhpcError):
 class Share:
     """Processes of one role in one component (per array task, if the job is an array)."""
 
-    role: str  # as `python -m rlhpc.roles` calls it, or EVALUATOR
+    role: str  # for `python -m rlhpc.roles`, or EVALUATOR
     num_processes: int
-    first_replica: int = 0  # of the whole job; numbers go on over array tasks
+    first_replica: int = 0  # of the whole job; numbers continue over array tasks
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Part:
     python: tuple[str, ...]  # words before `-m rlhpc.roles`
     environment: dict[str, str]  # set for its processes
     defaults: dict[str, str]  # set unless already set
-    visible_devices: dict[str, str] = field(default_factory=dict)  # CUDA_VISIBLE_DEVICES by process; absent: as shown
+    visible_devices: dict[str, str] = field(default_factory=dict)  # CUDA_VISIBLE_DEVICES by process; absent: unchanged
 
     def share_of(self, role: str) -> Share:
         """The processes of a role.  Raises PlanFileError if it has none here."""
@@ -63,13 +63,13 @@ class Limits:
     stall_s: float  # without an optimiser step
     max_retries: int  # consecutive failed attempts without a new checkpoint
     dead_after_s: float = 60.0  # a process that a signal has stopped for this long is killed and restarted
-    log_bytes: int = 1 << 27  # of one process in one attempt; of a longer log the middle is left out
+    log_bytes: int = 1 << 27  # of one process in one attempt; longer logs lose their middle
     is_attended: bool = False  # a user waits for the message of a failed start: it is not retried
 
 
 @dataclass(frozen=True)
 class JobPart:
-    """What one job starts, and the run that it belongs to."""
+    """Processes of one job, and the run that it belongs to."""
 
     layout: RunLayout
     path: Path  # of the plan file

@@ -1,6 +1,6 @@
-"""Records of a run's jobs, and of how the processes of an attempt ended: one small file each.
+"""Records of a run's jobs, and of the ends of an attempt's processes: one small file each.
 
-Job records are written by whoever submits.  Exit records are written by the wrapper of a process: srun returns one
+Job records are written by the submitter.  Exit records are written by the wrapper of a process: srun returns one
 status for all tasks, and 0 for tasks that never started.
 """
 
@@ -34,7 +34,7 @@ _ELASTIC_PLAN = re.compile(r"generation-(\d+)\.json")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What was submitted under one id."""
+    """A submission, with its job id."""
 
     job_id: int  # of the array, of the first component
     name: str  # in its plan: hetjob, trainer, generation-1
@@ -56,7 +56,7 @@ class JobRecord:
         return self.name in CONTROLLER_JOBS and not self.is_elastic
 
     def is_for(self, task: int | None) -> bool:
-        """True if it was submitted for this task of its array; None: it is not an array."""
+        """True if the job includes this task of its array; None: it is not an array."""
         return task is None or self.tasks is None or task in self.tasks
 
     def label(self, task: int | None) -> str:
@@ -86,7 +86,7 @@ def read_job_records(layout: RunLayout) -> list[JobRecord]:
 
 
 def name_of_jobs(layout: RunLayout) -> str:
-    """The run's name, with which those of its jobs begin; "" if it cannot be read."""
+    """The run's name, with which job names begin; "" if it cannot be read."""
     return stated_name(read_document(layout.config).get("config"))
 
 
@@ -148,7 +148,7 @@ _TAIL_BYTES = 20_000
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """How one process ended."""
+    """The end of one process."""
 
     name: str  # trainer-3
     status: int  # as in a shell: 128 + signal number
@@ -160,7 +160,7 @@ class ExitRecord:
 
     @property
     def cause(self) -> str:
-        """The cause in words.  Not every status above 128 is a signal's: a container that fails ends with 255."""
+        """The cause in words.  Not every status above 128 means a signal: a container that fails ends with 255."""
         number = self.status - 128
         is_signal = number in set(signal.Signals)
         how = f"signal {signal.Signals(number).name}" if is_signal else f"exit status {self.status}"
@@ -180,7 +180,7 @@ def read_exit_records(layout: RunLayout, role: str, attempt: int) -> dict[int, E
 
 
 def read_exit_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord | None:
-    """The record of one process, by its name; None: it has not ended, or not since it was started with this attempt.
+    """The record of one process, by its name; None: it has not ended since its start in this attempt.
 
     Raises OSError.
     """
@@ -192,7 +192,7 @@ def read_exit_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord |
 def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
     """Processes of one attempt, of any role, that failed and were not started again; the trainer's first.
 
-    When a rank fails, the controller does, too.
+    When a rank fails, the controller fails, too.
     """
     found = []
     for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json")):
@@ -203,7 +203,7 @@ def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
 
 
 def last_error_in(log: Path) -> str:
-    """The last error in a log file, as last_error_line finds it near its end.  Raises OSError."""
+    """The last error near the end of a log file, by last_error_line.  Raises OSError."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         return last_error_line(file.read())

@@ -1,7 +1,7 @@
-"""What a supervisor reads from the run directory: attempt, progress, and requests by users and other jobs.
+"""State of a run for supervisors: attempt, progress, and requests by users and other jobs.
 
-A file that is missing or incomplete counts as absent.  So does one that cannot be read at the moment, for who looks
-again soon; with is_certain, for who decides by it, OSError is raised for it (rlhpc/base/patience.py).
+A missing or incomplete file counts as absent.  So does a file that cannot be read at the moment, if the caller reads it
+again soon; with is_certain, for decisions, OSError is raised instead (rlhpc/base/patience.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EventLog(Log):
 
 
 def append_event(path: Path, event: str, text: str, *, attempt: int, restart: int = 0) -> None:
-    """Append one JSON line, whole or not at all.  Raises OSError, also where no run is any more."""
+    """Append one JSON line, whole or not at all.  Raises OSError, also if the run was moved or deleted."""
     line = {"unix_time_s": time.time(), "restart": restart, "attempt": attempt, "event": event, "text": text}
     path.parent.mkdir(exist_ok=True)
     append_lines(path, (json.dumps(line) + "\n").encode(), is_synced=False)
@@ -81,11 +81,11 @@ class Event:
     unix_time_s: float
     event: str  # one word for programs
     text: str
-    attempt: int = -1  # that it belongs to
+    attempt: int = -1  # of the event
 
 
 def event_of(name: str, line: bytes) -> Event | None:
-    """An event of the supervisor of a job; None: the line is half written."""
+    """Parse an event of a job's supervisor; None: the line is half written."""
     try:
         said = json.loads(line)
         attempt = said.get("attempt") if isinstance(said, dict) else None
@@ -96,13 +96,13 @@ def event_of(name: str, line: bytes) -> Event | None:
 
 
 def last_events(layout: RunLayout, most: int) -> list[Event]:
-    """The last events of all supervisors, newest first; `most` of each at most, and so the `most` last of all."""
+    """The last events of all supervisors, newest first: at most `most` of each."""
     found = (event for path in layout.jobs.glob("*.events.jsonl") for event in islice(_newest_first(path), most))
     return sorted(found, key=lambda event: -event.unix_time_s)
 
 
 def last_outcome(layout: RunLayout, name: str) -> str:
-    """Outcome of a job's last life, such as "given_up: …" (launch/run_files/run_state.py); "" if it left none."""
+    """Outcome of a job's last life, such as "given_up: …"; "" if it left none."""
     for said in _newest_first(layout.job_events(name)):
         if said.event in ("verdict", "life"):  # a later life has begun, and has no outcome yet
             return said.text if said.event == "verdict" else ""
@@ -119,7 +119,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def certain_document(path: Path) -> dict[str, Any]:
-    """A JSON object that decisions rest on: {} only if there is none.  Raises OSError."""
+    """A JSON object for decisions: {} only if there is none.  Raises OSError."""
     try:
         document = {} if is_absent(path) else json.loads(path.read_bytes())
     except ValueError:
@@ -134,7 +134,7 @@ def _newest_first(path: Path) -> Iterator[Event]:
 
 
 def lines_from_the_end(path: Path) -> Iterator[bytes]:
-    """Lines of the last 16 KiB of a file, the last one first, and the first one perhaps cut; none without a file."""
+    """Lines of the last 16 KiB of a file, in reverse order; the earliest may be cut; none without a file."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -150,7 +150,7 @@ def lines_from_the_end(path: Path) -> Iterator[bytes]:
 
 
 class Cause(enum.Enum):
-    """Why it ended, what follows, and the exit status of the batch step."""
+    """Causes of an end: text, consequence, and the exit status of the batch step."""
 
     COMPLETE = "complete", "end", 0
     UNCLEAN = "complete, but a rank did not exit cleanly", "end", 1
@@ -176,14 +176,14 @@ class Cause(enum.Enum):
 
 @dataclass
 class Outcome:
-    """How an attempt or a job ended: the cause, and details for people."""
+    """End of an attempt or a job: the cause, and details for people."""
 
     cause: Cause
     text: str  # never empty
-    status: int | None = None  # as in a shell, of the process that failed, or of a stopped controller that did
+    status: int | None = None  # as in a shell, of the failed process, also of a controller that failed when stopped
 
     def __post_init__(self) -> None:
-        """Take the cause's text where there are no details."""
+        """Use the cause's text without details."""
         self.text = self.text.strip() or self.cause.words
 
 
@@ -200,7 +200,7 @@ class Attempt:
     resume_step: int | None
     job_id: int
     restart: int
-    fence: str = ""  # the owner as whom its controller and trainer write to the run directory (rlhpc/base/ownership.py)
+    fence: str = ""  # owner in whose name controller and trainer write to the run directory (rlhpc/base/ownership.py)
 
     @classmethod
     def parse(cls, document: dict[str, Any]) -> Attempt:
@@ -224,12 +224,12 @@ def read_attempt(layout: RunLayout) -> Attempt | None:
 
 
 def longest_save_before_s(layout: RunLayout) -> float:
-    """The longest save of the last attempt before the current one that has saved; 0: not known."""
+    """The longest save of the last earlier attempt that has saved, in seconds; 0: not known."""
     return float(read_document(layout.attempt).get("save_s", 0.0))
 
 
 def run_name(settings: Mapping[str, Any], root: Path) -> str:
-    """The run's, as its settings say; that of its directory where these are damaged.
+    """The run's name in its settings; the directory's name if these are damaged.
 
     settings: the resolved run file, by section and key.
     """
@@ -237,7 +237,7 @@ def run_name(settings: Mapping[str, Any], root: Path) -> str:
 
 
 def stated_name(settings: object) -> str:
-    """The run's, as its settings say; "" where these are damaged."""
+    """The run's name in its settings; "" if these are damaged."""
     table = settings.get("run") if isinstance(settings, Mapping) else None
     return str(table.get("name") or "") if isinstance(table, Mapping) else ""
 
@@ -263,7 +263,7 @@ def wants_abort(layout: RunLayout, *, is_certain: bool = False) -> bool:
 
 def save_requests(layout: RunLayout) -> list[Path]:
     """Requests to save, by jobs that are close to their time limit."""
-    return sorted(seen(lambda: matching(layout.jobs, "*.yield"), list[Path]()))  # asked several times a second
+    return sorted(seen(lambda: matching(layout.jobs, "*.yield"), list[Path]()))  # called several times a second
 
 
 def saved_step(layout: RunLayout, *, is_certain: bool = False) -> int:
@@ -287,12 +287,12 @@ class ReportedProgress:
     save_s: float  # the longest save of this attempt; 0: none yet
     age_s: float  # by the clock of this machine
     roles: tuple[dict[str, Any], ...]
-    has_told_all: bool = False  # to leave, or is about to: also where the run has failed
+    has_told_all: bool = False  # the controller tells all roles to exit, also after a failure
     written_unix_s: float = 0.0  # by the clock of the controller's machine
-    save_before_s: float = 0.0  # the longest of an earlier attempt, where this one has not saved yet
+    save_before_s: float = 0.0  # the longest save of an earlier attempt, if this one has not saved yet
 
     def waits(self) -> str:
-        """Which role waits for what, in words."""
+        """Roles and their reasons for waiting, in words."""
         said = [f"{role['name']} ({role['state']}) waits for {role['waits_for'] or 'nothing'}" for role in self.roles]
         return f"phase {self.phase!r}, step {self.step}; " + ("; ".join(said) or "no role has registered")
 
@@ -308,7 +308,7 @@ class ReportedProgress:
 
     @property
     def is_ending(self) -> bool:
-        """True once the controller ends, after whatever it was: who leaves now was told to."""
+        """True once the controller ends, for any reason: processes that exit from then on were told to."""
         return self.is_over or self.has_told_all
 
     def names(self, role: str) -> list[str]:
@@ -337,7 +337,7 @@ def read_progress(layout: RunLayout, *, is_certain: bool = False) -> ReportedPro
 
 
 def needed_to_stop_s(progress: ReportedProgress | None, life_s: float) -> float:
-    """Seconds from the request to stop until a job has ended: the current step, a checkpoint, the shutdown of roles.
+    """Seconds from a request to stop to the end of a job: the current step, a checkpoint, the shutdown of roles.
 
     Measured times get a margin, during which generators exit; times not measured yet are guessed, at most a tenth of
     the job's time limit.  A save of an earlier attempt, which may have been slow for once, takes at most half of it.
@@ -351,7 +351,7 @@ def needed_to_stop_s(progress: ReportedProgress | None, life_s: float) -> float:
 
 # ----------------------------------------------------------------------------------------------------------- last words
 #
-# The summary printed at the end of a run: figures, what was saved, and the next command.
+# The summary printed at the end of a run: figures, saved state, and the next command.
 #
 # Input: a run directory whose processes have ended.  Output: lines.
 
@@ -375,7 +375,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def figures_table(summary: Mapping[str, Any]) -> str:
-    """One line a figure, names to the left, numbers flush right; figures that are missing are left out."""
+    """A line per figure, names to the left, numbers flush right; missing figures are left out."""
     summary = {**summary, "skipped_steps": summary.get("skipped_steps") or None}
     rows = [(label, form(float(summary[key]))) for key, label, form in _ROWS if _is_number(summary.get(key))]
     left, right = max(len(label) for label, _ in rows), max(len(value) for _, value in rows)
@@ -385,14 +385,14 @@ def figures_table(summary: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Saved:
-    """What is left of a run that has ended before its last step, and how to go on."""
+    """Saved state of a run that has ended before its last step, and how to continue."""
 
     words: str
-    are_steps_lost: bool  # trained, and in no checkpoint and no journal
+    are_steps_lost: bool  # trained steps are in neither a checkpoint nor the journal
 
 
 def what_was_saved(layout: RunLayout, command: str, *, is_refused: bool = False) -> Saved:
-    """command: that continues the run, as it is shown.  is_refused: after what the run file names has been mended."""
+    """State of an interrupted run; command: continues it, as shown; is_refused: once the run file is corrected."""
     progress = read_progress(layout)
     trained, saved = progress.step if progress is not None else 0, saved_step(layout)
     if saved >= trained:
@@ -416,7 +416,7 @@ def what_was_saved(layout: RunLayout, command: str, *, is_refused: bool = False)
 
 
 def command_to_continue(layout: RunLayout) -> str:
-    """The command that continues a run of this machine, with all that was typed at its start, to be typed here."""
+    """The command that continues a run of this machine, with the options of its start, quoted for a shell."""
     plan = read_document(layout.local_plan)
     words, where = plan.get("again"), plan.get("typed_in")
     if not isinstance(words, list) or not isinstance(where, str):
@@ -429,7 +429,7 @@ def command_to_continue(layout: RunLayout) -> str:
 
 
 def last_words(layout: RunLayout, command: str, status: int = 0) -> list[str]:
-    """Lines for the end of a run, complete or not.  command: that continues it.  status: that the run ends with."""
+    """Lines for the end of a run, complete or not.  command: continues the run.  status: the run's exit status."""
     layout = RunLayout(as_typed(layout.root))
     if not layout.summary.exists():
         is_refused = status == EXIT_CONFIG

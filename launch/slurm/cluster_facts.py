@@ -1,7 +1,7 @@
 """Properties of a cluster: partitions, nodes, accounts, settings.  Slurm is queried once.
 
 Input: the output of scontrol and sacctmgr.  Output: ClusterFacts.  Only `ask_cluster` runs commands; the rest is pure.
-Guarantees: what a site hides (PrivateData, no accounting) is empty or None here and listed in `hidden`, never an error.
+Guarantees: facts that a site hides (PrivateData, no accounting) are empty or None and listed in `hidden`, not errors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rlhpc.base.processes import own_name, own_user
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 _DENIED = "Access/permission denied"  # PrivateData in slurm.conf
 _NOTHING = ("", "(null)", "N/A", "NONE", "None", "UNLIMITED", "INFINITE")
-PATIENCE_S = 20.0  # with a slurmctld that is away for a moment
+PATIENCE_S = 20.0  # with a slurmctld that is down for a moment
 _GENERATIONS = 9  # of accounts, from a user's own up to root
-# Limits in the words of sacctmgr: what is limited, and of whom.  "share" counts running jobs by what they have left.
+# Limits by sacctmgr's names: the limited resource, and its scope.  "share" counts the remaining time of running jobs.
 _LIMITS = {
     "maxwall": ("wall", "job"),
     "maxsubmitjobs": ("submitted", "user"), "grpsubmit": ("submitted", "group"),
@@ -36,8 +36,8 @@ LIMITS_OF_ASSOCIATIONS = ("maxsubmitjobs", "maxwall", "maxjobs", "grpjobs", "grp
 LIMITS_OF_QOS = ("maxwall", "maxsubmitjobsperuser", "maxsubmitjobsperaccount", "maxjobsperuser", "maxjobsperaccount",
            "grpjobs", "grpsubmit", "maxtres", "maxtrespernode", "mintres", "maxtresperuser", "maxtresperaccount",
            "maxtresmins", "grptres", "grptresrunmins")  # fmt: skip
-# Words of a node's state with which it takes no jobs; all others go away by themselves, such as POWERED_DOWN: Slurm
-# switches the node on.
+# Words of a node's state with which it accepts no jobs; others are temporary, such as POWERED_DOWN: Slurm switches
+# the node on.
 _AWAY = frozenset(
     ("UNKNOWN", "DOWN", "DRAIN", "DRAINED", "DRAINING", "ERROR", "FAIL", "FAILING", "NOT_RESPONDING", "NO_RESPOND",
      "INVAL", "INVALID", "INVALID_REG", "FUTURE")
@@ -46,7 +46,7 @@ _AWAY = frozenset(
 
 @dataclass(frozen=True)
 class PartitionFacts:
-    """One partition; None means no limit, or no restriction of users."""
+    """A partition; None means no limit, or no restriction of users."""
 
     name: str
     is_default: bool
@@ -58,25 +58,25 @@ class PartitionFacts:
     allowed_qos: tuple[str, ...] | None
     denied_qos: tuple[str, ...]
     preempt_mode: str  # OFF, REQUEUE, CANCEL, SUSPEND, …
-    qos: str = ""  # whose limits hold for all its jobs
+    qos: str = ""  # its limits hold for all jobs of the partition
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node."""
+    """A node."""
 
     name: str
     partitions: frozenset[str]
-    gpus: Mapping[str, int]  # by type; "" where the site names none
+    gpus: Mapping[str, int]  # by type; "" if the site names no type
     state: str
-    cores: int = 0  # for jobs, as Slurm counts them; 0: not told
-    memory_gib: float = 0.0  # 0: not told
+    cores: int = 0  # for jobs, as Slurm counts them; 0: not known
+    memory_gib: float = 0.0  # 0: not known
     features: tuple[str, ...] = ()
 
     @property
     def is_up(self) -> bool:
         """True if jobs start there, now or when others have ended."""
-        words = re.split(r"[+\s]+", self.state.upper())  # "*": it does not answer
+        words = re.split(r"[+\s]+", self.state.upper())  # "*": the node does not answer
         return not any(word.endswith("*") or word.rstrip("~#!%$@^-*") in _AWAY for word in words)
 
     @property
@@ -87,10 +87,10 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class JobLimits:
-    """What jobs may have; what is not in it has no limit.
+    """Limits of jobs; missing entries have no limit.
 
-    numbers: by what is limited and of whom, as in _LIMITS: jobs, or seconds of ("wall", "job").  resources: the same,
-    by resource as Slurm names it: "cpu", "node", "mem" in MiB, "gres/gpu", "gres/gpu:h100".
+    numbers: by limited quantity and scope, as in _LIMITS: jobs, or seconds of ("wall", "job").  resources: the same,
+    by Slurm's name of the resource: "cpu", "node", "mem" in MiB, "gres/gpu", "gres/gpu:h100".
     """
 
     numbers: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -133,14 +133,14 @@ class ClusterFacts:
     version: tuple[int, int]
     release: str
     config: Mapping[str, str]  # of `scontrol show config`
-    clock_text: str  # slurmctld's local time when it was asked, "2026-01-31T12:00:00"
+    clock_text: str  # slurmctld's local time at the query, "2026-01-31T12:00:00"
     partitions: tuple[PartitionFacts, ...]
     nodes: tuple[NodeFacts, ...]
     associations: tuple[Association, ...] | None  # None: no accounting, or it does not answer
     default_account: str
     qos: tuple[Qos, ...]
     accounts: tuple[Account, ...] = ()  # the user's, and those above them
-    hidden: frozenset[str] = frozenset()  # "partition", "node": what the site shows only to its staff
+    hidden: frozenset[str] = frozenset()  # "partition", "node": shown only to the site's staff
 
     @property
     def default_partition(self) -> str | None:
@@ -149,7 +149,7 @@ class ClusterFacts:
 
     @property
     def enforced(self) -> frozenset[str]:
-        """What accounting enforces: associations, limits, qos."""
+        """Features enforced by accounting: associations, limits, qos."""
         words = set(self.config.get("AccountingStorageEnforce", "").lower().split(","))
         words |= {"safe"} & words and {"limits"}
         words |= {"limits", "qos"} & words and {"associations"}
@@ -160,12 +160,12 @@ class ClusterFacts:
         return next((partition for partition in self.partitions if partition.name == name), None)
 
     def nodes_of(self, partition: str) -> tuple[NodeFacts, ...]:
-        """Those that the site shows."""
+        """Visible nodes of a partition."""
         return tuple(node for node in self.nodes if partition in node.partitions)
 
 
 def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
-    """Ask slurmctld, and the accounting where there is one.  Raises SlurmError: not installed, or no answer."""
+    """Query slurmctld, and accounting if there is any.  Raises SlurmError: not installed, or no answer."""
     hidden: set[str] = set()
 
     def ask(*words: str, patience_s: float = PATIENCE_S) -> str:
@@ -206,7 +206,7 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
 
 @dataclass(frozen=True)
 class _Accounting:
-    """What sacctmgr says of a user."""
+    """A user's facts from sacctmgr."""
 
     associations: tuple[Association, ...] | None = None
     default_account: str = ""
@@ -215,9 +215,9 @@ class _Accounting:
 
 
 def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: str) -> _Accounting | None:
-    """Ask sacctmgr; None without accounting, or if it is away: jobs are accepted nevertheless."""
+    """Query sacctmgr; None without accounting, or if it is down: jobs are accepted nevertheless."""
     if "slurmdbd" not in settings.get("AccountingStorageType", "") or not own_name():
-        return None  # accounts are of names
+        return None  # accounts belong to names
     show = partial(ask, "sacctmgr", "--noheader", "--parsable2", "show")
     cluster = f"cluster={settings.get('ClusterName', '')}"
     try:
@@ -227,7 +227,7 @@ def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: st
         qos = parse_qos(show("qos", f"format={','.join(('name', 'flags', *LIMITS_OF_QOS))}"))
         columns, accounts = ",".join(("account", "parentname", *LIMITS_OF_ASSOCIATIONS)), dict[str, Account]()
         wanted = {each.account for each in associations}
-        for _ in range(_GENERATIONS):  # an account's limits on all its users hold for the accounts below it, too
+        for _ in range(_GENERATIONS):  # an account's limits on all its users also hold for accounts below it
             if not wanted:
                 break
             names = f"account={','.join(sorted(wanted))}"
@@ -244,16 +244,16 @@ def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: st
 
 
 def records(text: str, first: str) -> list[dict[str, str]]:
-    """Lines of `scontrol --oneliner` as mappings; values may hold spaces.  Lines without the key `first` are left out.
+    """Lines of `scontrol --oneliner` as mappings; values may have spaces.  Lines without the key `first` are left out.
 
-    A key that comes twice keeps its first value: later ones are words of a reason or of the system's name.
+    A repeated key keeps its first value: later ones are words of a reason or of the system's name.
     """
     found = []
     for line in text.splitlines():
         marks = list(_KEY.finditer(line))
         ends = [*(mark.start() for mark in marks[1:]), len(line)]
         record: dict[str, str] = {}
-        for mark, end in zip(marks, ends):  # a line without a key has an end all the same
+        for mark, end in zip(marks, ends):  # a line without a key has an end, too
             record.setdefault(mark[1], line[mark.end() : end].strip())
         if first in record:
             found.append(record)
@@ -303,9 +303,9 @@ def parse_nodes(text: str) -> tuple[NodeFacts, ...]:
 
 
 def parse_gpus(text: str) -> dict[str, int]:
-    """GPUs of "gpu:h100:8(S:0-1),shard:32" by type: {"h100": 8}.  A number at the end is the count, as to Slurm."""
+    """GPUs of "gpu:h100:8(S:0-1),shard:32" by type: {"h100": 8}.  As in Slurm, a number at the end is the count."""
     found: dict[str, int] = {}
-    for item in re.sub(r"\([^)]*\)", "", text).split(","):  # which sockets, and (null)
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):  # without sockets, and (null)
         name, *words = item.strip().split(":")
         words = [word for word in words if word != "no_consume"]
         if name == "gpu":

@@ -1,8 +1,8 @@
 """The only place that runs Slurm's commands, with a clean environment and retries while slurmctld does not answer.
 
-Input: a command line.  Output: what the command prints.  Guarantees: no variable of the user's shell, of a site's
-module or of the surrounding job changes what a command does, selects or prints.  Raises SlurmError with the command's
-own message.
+Input: a command line.  Output: the command's output.  Guarantees: no variable of the user's shell, of a site's module
+or of the surrounding job changes a command's effect, selection or output.  Raises SlurmError with the command's own
+message.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlhpc.protocol.errors import RlhpcError
 _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted",
          "Connection timed out", "Connection reset", "controller in standby mode",
          "RESTORE SLURMCTLD DAEMON TO SERVICE",  # scontrol show config, since 24.11 with exit status 1
-         # A configless client, which gets slurm.conf from slurmctld; a name server and a munged that are away.
+         # A configless client, which gets slurm.conf from slurmctld; a name server and a munged that are down.
          "Could not establish a configuration source", "Unable to establish control machine address",
          "Protocol authentication error")  # fmt: skip
-# Messages of commands that find neither a slurm.conf nor a name of slurmctld; four lines of libraries are about it.
+# Messages of commands that find neither a slurm.conf nor slurmctld's name; libraries print four lines about it.
 _NO_CLUSTER = ("Could not establish a configuration source", "DNS SRV lookup failed")
 _HOW_TO_CONFIGURE = "run this on a login node with the site's module for Slurm, or set SLURM_CONF to its slurm.conf"
 _NO_LIST = "slurm_load_jobs error"
@@ -33,9 +33,9 @@ PAUSE_S = 5.0  # at most, before another try
 # Options of Slurm's commands that are taken from the environment.  All of these names are Slurm's own.
 _INPUTS = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_", "SCONTROL_",
            "PMI")  # fmt: skip
-# How the cluster is found, and how a command authenticates.
+# Variables by which commands find the cluster, and authenticate.
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-CLUSTER = "RLHPC_SLURM_CLUSTER"  # for what Slurm calls --clusters, in the shell of a user; job scripts unset it
+CLUSTER = "RLHPC_SLURM_CLUSTER"  # for Slurm's --clusters, in the shell of a user; job scripts unset it
 # Of srun's input variables, those that Slurm itself sets in a batch step are kept: they identify job, components and
 # nodes.  The following are set by users, by a site's module, or by Slurm with the sizes of component 0, and would
 # change a step's size, time limit, output, directory, whether it waits for other steps, and which GPUs a task sees.
@@ -79,14 +79,14 @@ def slurm(
 
     timeout_s: of each try.  patience_s: how long it is repeated while slurmctld does not answer; not for sbatch, which
     sbatch.py calls.  environment: instead of this process's; cleaned in either case.  hears_ctrl_c: False runs it in
-    its own session.  hear: called with what a command that succeeded prints on stderr, the site's messages to its
-    users.  Raises SlurmError: not installed here, nonzero status; NoAnswer: timed out, or killed by a signal.
+    its own session.  hear: called with a successful command's output on stderr, the site's messages to its users.
+    Raises SlurmError: not installed here, nonzero status; NoAnswer: timed out, or killed by a signal.
     """
     deadline = Deadline(patience_s)
     clean = clean_environment(environment)
-    if words[0] == "sacct" and CLUSTER in clean:  # which alone does not heed SLURM_CLUSTERS
+    if words[0] == "sacct" and CLUSTER in clean:  # the only command that ignores SLURM_CLUSTERS
         words = (words[0], f"--clusters={clean[CLUSTER]}", *words[1:])
-    if words[0] != "sbatch":  # whose environment becomes the job's
+    if words[0] != "sbatch":  # its environment becomes the job's
         clean.update(SLURM_TIME_FORMAT="standard", LC_ALL="C")
     while True:
         try:
@@ -107,10 +107,10 @@ def is_away(error: SlurmError) -> bool:
 
 
 def unchecked(what: str, error: SlurmError) -> SlurmError:
-    """The error of a check to which Slurm gave no answer, with what to look at.  what: "nothing could be checked"."""
+    """The error of a check without an answer of Slurm, with advice.  what: "nothing could be checked"."""
     why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be queried"
     said = f"{why}, so {what} ({error})"
-    if not is_away(error) or "SLURM_CONF" in str(error):  # which says what to do
+    if not is_away(error) or "SLURM_CONF" in str(error):  # the message has the remedy
         return SlurmError(said)
     conf = os.environ.get("SLURM_CONF")
     which = f"SLURM_CONF={conf!r} says which one" if conf else "SLURM_CONF is not set: the one of this machine"
@@ -145,7 +145,7 @@ def srun_environment(environment: Mapping[str, str] | None = None, *, any_compon
 
 
 def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str], hears_ctrl_c: bool) -> tuple[str, str]:
-    """Output, and remarks on stderr in one line."""
+    """Run a command; return its output, and remarks on stderr in one line."""
     try:
         done = subprocess.run(
             list(words),
@@ -162,7 +162,7 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str],
             f"{words[0]}: no such command here; run this on a login node, with Slurm's module loaded"
         ) from None
     except subprocess.TimeoutExpired:
-        # Where that file is not there, Slurm's commands look for it for a minute.
+        # Without that file Slurm's commands search for a minute.
         conf = environment.get("SLURM_CONF", "")
         why = f"; SLURM_CONF={conf!r} is not there" if conf and not Path(conf).exists() else ""
         raise NoAnswer(f"{words[0]}: Socket timed out: no answer in {timeout_s:g} s{why}") from None
@@ -175,7 +175,7 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str],
         raise SlurmError(f"{words[0]}: {said or f'exit status {done.returncode}'}")
     remarks = _in_one_line(done.stderr)
     if not done.stdout.strip() and _NO_LIST in remarks and "Invalid job id" not in remarks:
-        raise SlurmError(f"{words[0]}: {remarks}")  # whatever its status: an empty list would say that all have ended
+        raise SlurmError(f"{words[0]}: {remarks}")  # whatever its status: an empty list would mean that all have ended
     return done.stdout, remarks
 
 

@@ -4,7 +4,7 @@ In this file: control of jobs; the job that this process is in; a look at jobs: 
 those that squeue no longer lists; the values of both; states by the ids that Slurm shows.
 
 Input of a look: job ids.  Output: JobRow.  It does not raise if Slurm is missing or does not answer: the result then
-contains a sentence that says so.  Bounded: squeue gives up after 9 s when slurmctld is away, a look after ANSWER_S.
+contains a sentence about it.  Bounded: squeue gives up after 9 s when slurmctld is down, a look after ANSWER_S.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from launch.slurm.states import (
 #
 # Input: ids as squeue writes them.  Output: states in Slurm's words.  Raises SlurmError.
 
-PATIENCE_S = 60.0  # for a slurmctld that is away, where somebody waits for the answer
-SOON_S = 12.0  # for an answer to somebody who asks again soon and has other things to look after meanwhile
+PATIENCE_S = 60.0  # for a slurmctld that is down, if the caller waits for the answer
+SOON_S = 12.0  # for an answer, if the caller asks again soon and has other work
 MIN_JOB_AGE_S = 300.0  # Slurm's own default
 _MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
 _SHOWN = re.compile(r"(\d+)(?:_(\d+))?")  # 12, 12_3; 12+1 is a component of 12
@@ -56,13 +56,13 @@ def cancel(jobs: Iterable[int | str], *options: str, patience_s: float = 0.0) ->
     try:
         slurm("scancel", *options, *listed, patience_s=patience_s)
     except SlurmError as error:
-        said = str(error).split(_OF_EACH)[1:] or [str(error)]  # of one job that is over, and of another that is not
+        said = str(error).split(_OF_EACH)[1:] or [str(error)]  # one message per job, which may be over or not
         if not all(any(words in each for words in _IS_OVER) for each in said):
             raise
 
 
 def requeue(job: str, patience_s: float) -> None:
-    """Put a job, or by JOB_TASK a task of an array, back into the queue.  SlurmError: also if the site forbids it.
+    """Requeue a job, or by JOB_TASK a task of an array.  Raises SlurmError, also if the site forbids it.
 
     Call it only when no srun of the job is alive: Slurm 25.11 and later cancels instead of requeueing a job whose first
     component has a live step.
@@ -70,7 +70,7 @@ def requeue(job: str, patience_s: float) -> None:
     try:
         slurm("scontrol", "requeue", job, patience_s=patience_s)
     except SlurmError as error:
-        if _IS_PENDING not in str(error):  # it is there: the answer to an earlier try was lost
+        if _IS_PENDING not in str(error):  # pending: the answer to an earlier try was lost
             raise
 
 
@@ -78,7 +78,7 @@ def component_states(job_id: int | str, patience_s: float) -> dict[int, str]:
     """Slurm's state of every component of a heterogeneous job; other jobs have only component 0."""
     words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i %T")
     rows = map(_OF_A_COMPONENT.fullmatch, slurm(*words, patience_s=patience_s).splitlines())
-    return {int(row[1] or 0): row[2] for row in rows if row}  # else a word of the site to its users
+    return {int(row[1] or 0): row[2] for row in rows if row}  # other lines are the site's messages to users
 
 
 def own_jobs(patience_s: float, timeout_s: float = 60.0) -> dict[int, TaskStates]:
@@ -100,12 +100,12 @@ def own_jobs(patience_s: float, timeout_s: float = 60.0) -> dict[int, TaskStates
 
 
 def most_active(states: Iterable[str]) -> str:
-    """The most active state: one that may still run before a waiting one before a final one; "" if there is none."""
+    """The most active state: one that may still run, else a waiting one, else a final one; "" if there is none."""
     return max(states, key=lambda each: (bool(each), bool(each) and each not in OVER, each != "PENDING"), default="")
 
 
 def min_job_age_s() -> float:
-    """How long Slurm remembers a job after its end, at least; if it does not say, its default."""
+    """Least time in seconds that Slurm keeps a job after its end (MinJobAge); its default if not known."""
     found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config", timeout_s=SOON_S))
     return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: jobs are never purged
 
@@ -114,9 +114,9 @@ def min_job_age_s() -> float:
 #
 # The Slurm job whose batch step this process is: its identity, its end time, and how to requeue it.
 #
-# Input: the environment variables that Slurm sets.  Knows nothing about other jobs.
+# Input: the environment variables that Slurm sets.  Independent of other jobs.
 
-REQUEUE_PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
+REQUEUE_PATIENCE_S = 300.0  # for a slurmctld that is down: it comes back, or the time limit ends the job
 REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 ASK_AGAIN_S = 60.0  # while the end time is not known
 
@@ -149,7 +149,7 @@ class ThisJob:
 
     @classmethod
     def without_slurm(cls) -> ThisJob:
-        """Takes the place of a job where processes are started on this machine alone."""
+        """Stand-in for a job, for processes on this machine without Slurm."""
         return cls(job_id=0, array_id=None, array_task=None, restart=0, is_heterogeneous=False, began=time.monotonic())
 
     @property
@@ -178,22 +178,22 @@ class ThisJob:
         time.sleep(REQUEUED_S)
 
     def is_being_preempted(self) -> bool:
-        """True in the grace time (GraceTime) of a preemption; False too if Slurm does not answer.
+        """True in the grace time (GraceTime) of a preemption; False also if Slurm does not answer.
 
-        Slurm has signalled every srun then, but not the batch step, and does not requeue a job that ends meanwhile.
+        In that time Slurm has signalled every srun, but not the batch step, and does not requeue a job that ends.
         """
         return any(state == "RUNNING" and is_preempted for state, is_preempted in self._components())
 
     def is_to_go_on(self) -> bool:
-        """True if Slurm has not ended this job: who has sent its batch step a signal, by scancel, was a person.
+        """True if Slurm has not ended this job, so that a person has signalled its batch step, by scancel.
 
-        False too if Slurm does not answer.
+        False also if Slurm does not answer.
         """
         components = self._components()
         return bool(components) and all(state == "RUNNING" and not preempted for state, preempted in components)
 
     def _components(self) -> list[tuple[str, bool]]:
-        """State of each, and whether Slurm has said when it must go; none if Slurm does not answer."""
+        """State of each component, and whether Slurm has set its preemption time; none if Slurm does not answer."""
         if not self.job_id:
             return []
         words = ("squeue", "--all", "--noheader", f"--jobs={self.name}", "--Format=State:20,PreemptTime:30")
@@ -201,11 +201,11 @@ class ThisJob:
             rows = [line.split() for line in slurm(*words, timeout_s=30.0).splitlines()]
         except SlurmError:
             return []
-        return [(row[0], row[-1][:1].isdigit()) for row in rows if row]  # N/A: it has not
+        return [(row[0], row[-1][:1].isdigit()) for row in rows if row]  # N/A: no preemption
 
 
 class NoTimeLimit:
-    """Stands for a life without a time limit."""
+    """TimeLimit of a life without a limit."""
 
     began = 0.0  # s, monotonic
 
@@ -226,14 +226,14 @@ class NoTimeLimit:
         return float("inf") if end is None else end - time.monotonic()
 
     def ask(self) -> None:
-        """Learn whether the limit has changed."""
+        """Do nothing: there is no limit to query."""
 
 
 class TimeLimit(NoTimeLimit):
-    """When the time limit ends this life.
+    """The time limit of this life.
 
-    Slurm is asked every minute until it has answered, and again before anyone acts on it, because limits can be
-    changed.  Until then the end in the environment is believed, which is of slurmctld's clock: this node's may differ.
+    Slurm is asked every minute until it has answered, and again before any action on it, because limits can be
+    changed.  Until then the end in the environment is used, which is by slurmctld's clock: this node's may differ.
     """
 
     def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
@@ -266,19 +266,19 @@ class TimeLimit(NoTimeLimit):
             self._end, self.is_known, self._has_answered = None, True, True
 
     def in_words(self) -> str:
-        """How long this job may run."""
+        """Time that this job may run, in words."""
         if not self.is_known:
             return "until a time limit that is not known yet"
         return "without a time limit" if self._end is None else f"for {self.left_s():.0f} s"
 
 
 def _end_as_said(job: ThisJob, environment: Mapping[str, str]) -> float | None:
-    """The end as Slurm's variables say it, since 23.02; None: they do not."""
+    """The end in Slurm's variables, since 23.02; None: not set."""
     start, end = (environment.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
     if not end.isdigit():
         return None
     said = time.monotonic() + float(end) - time.time()
-    # By a clock that is behind, it would come minutes too late.
+    # With a slow clock the end would come minutes too late.
     return min(said, job.began + float(end) - float(start)) if start.isdigit() else said
 
 
@@ -294,12 +294,12 @@ _FIELDS = {
     "TimeLeft": 20, "TimeLimit": 20, "StartTime": 24, "NodeList": 400, "Name": 300,  # longer than any directory's
 }  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS.items())
-# --array: of tasks that wait squeue shows a list, which it cuts off after some thirty characters.
+# --array: else squeue shows waiting tasks as a list, which it cuts after some thirty characters.
 _SQUEUE = ("squeue", "--all", "--array", "--noheader", "--states=all")
 _LOG_FIELD = "StdOut:1024|"
-# As launch/plan/script.py writes it.  The name of the job is part of it: other programs may use logs/slurm, too.
+# As in launch/plan/script.py.  Includes the job's name: other programs may use logs/slurm, too.
 _LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
-# Those of sacct, by what squeue calls them.
+# Fields of sacct, by squeue's names.
 _SACCT_FIELDS = {
     "JobArrayID": "JobID", "State": "State", "Partition": "Partition", "TimeUsed": "Elapsed", "TimeLimit": "Timelimit",
     "StartTime": "Start", "NodeList": "NodeList", "Name": "JobName",
@@ -348,15 +348,15 @@ class QueueLook:
     """An answer about the jobs asked for."""
 
     rows: tuple[JobRow, ...]
-    unknown: tuple[int, ...] = ()  # Slurm answered, and does not know these jobs (any more)
+    unknown: tuple[int, ...] = ()  # jobs that Slurm does not know (any more), by its answer
     trouble: str = ""  # why there is no answer; "" if there is one
-    others: tuple[JobRow, ...] = ()  # of another run: a directory copied from another cluster knows ids that are theirs
+    others: tuple[JobRow, ...] = ()  # of another run: a directory copied from another cluster has ids of other jobs
     drained: tuple[str, ...] = ()  # nodes drained because a job could not be started: "g0: Prolog error"
 
 
 @dataclass(frozen=True)
 class MyJob:
-    """A line of the queue, and the run that it was submitted for."""
+    """A line of the queue, with its run."""
 
     row: JobRow
     run_directory: Path | None  # None: not a job of rlhpc
@@ -376,7 +376,7 @@ class MyQueue:
 
 
 def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
-    """Ask squeue once for all jobs of this user, including those that ended in the last minutes.  Raises nothing.
+    """Query squeue once for all jobs of this user, including those that ended in the last minutes.  Raises nothing.
 
     The run is identified by the log of the batch step, RUN_DIR/logs/slurm/NAME-ID.log: a job's comment may be set by
     the site and its script may be a link, but this directive is always ours.
@@ -404,9 +404,8 @@ def look_at_jobs(
 ) -> QueueLook:
     """Ask Slurm about jobs.  Raises nothing.
 
-    run_name: of the run whose jobs they are, "" if it is not known: jobs that are not named after it are others.
-    timeout_s: of each command.  patience_s: with a slurmctld that is away; PATIENCE_S of control.py for what can be
-    asked only once.
+    run_name: of the jobs' run, "" if not known: jobs not named after it are `others`.  timeout_s: of each command.
+    patience_s: with a slurmctld that is down; PATIENCE_S for questions that are asked only once.
     """
     wanted = list(dict.fromkeys(job_ids))
     if not wanted:
@@ -430,7 +429,7 @@ def look_at_jobs(
 
 
 def _drained(timeout_s: float) -> tuple[str, ...]:
-    """Nodes that were drained because a job could not be started on them; none if the site hides them."""
+    """Nodes drained because a job could not be started on them; none if the site hides them."""
     try:
         answer = slurm("sinfo", "--all", "--noheader", "--list-reasons", "--format=%N|%E|%H", timeout_s=timeout_s)
     except SlurmError:
@@ -454,7 +453,7 @@ def _of_squeue(jobs: Sequence[int], timeout_s: float, patience_s: float) -> list
 
 
 def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
-    """Rows of jobs that have left the queue; none if the site has no accounting, or none of their end."""
+    """Rows of jobs that have left the queue; none without accounting, or without a record of their end."""
     listed = ",".join(map(str, jobs))
     shown = ",".join(_SACCT_FIELDS.values())
     words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={shown}")
@@ -462,7 +461,7 @@ def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
         answer = slurm(*words, timeout_s=timeout_s)
     except SlurmError:
         return []
-    # Those that squeue does not list have ended, whatever slurmdbd has not been told of: "runaway jobs".
+    # Jobs that squeue does not list have ended, even if slurmdbd was not informed: "runaway jobs".
     return [row for row in _rows(answer, _SACCT_FIELDS, jobs) if not row.state.is_alive]
 
 
@@ -475,7 +474,7 @@ def _rows(answer: str, fields: Collection[str], jobs: Sequence[int]) -> list[Job
 
 
 def _waiting_together(rows: Iterable[JobRow]) -> list[JobRow]:
-    """Put tasks of an array that wait for the same into one row."""
+    """Merge tasks of an array with the same reason for waiting into one row."""
     together: dict[JobRow, list[int]] = {}
     for row in rows:
         waits = row.array_task is not None and row.state.life is JobStage.WAITING
@@ -488,7 +487,7 @@ def _waiting_together(rows: Iterable[JobRow]) -> list[JobRow]:
 
 
 def _row(line: str, fields: Collection[str]) -> JobRow | None:
-    """fields: what its columns are, in squeue's words."""
+    """Parse a row; fields: squeue's names of its columns."""
     cells = [cell.strip() for cell in line.split("|", len(fields) - 1)]
     found = _ID.match(cells[0])
     if len(cells) != len(fields) or found is None:
@@ -536,7 +535,7 @@ FINAL = OVER | {"LAUNCH_FAILED", GONE}
 
 
 def ask_states(bases: set[str]) -> dict[str, dict[str, str]] | None:
-    """State and nodes by shown id, and per job, however many jobs; None: Slurm does not answer."""
+    """State and nodes by shown id, and per job, for any number of jobs; None: Slurm does not answer."""
     look = look_at_jobs(map(int, bases), timeout_s=60.0)
     if look.trouble:
         return None
@@ -549,7 +548,7 @@ def base_id(job_id: str) -> str:
 
 
 def by_shown_id(rows: Iterable[JobRow]) -> dict[str, dict[str, str]]:
-    """State and nodes per shown id, and per job: those of its first component, or the state of all its array tasks."""
+    """State and nodes per shown id, and per job: of its first component, or the combined state of its array tasks."""
     found: dict[str, dict[str, str]] = {}
     states_of: dict[str, list[str]] = {}
     for row in rows:

@@ -23,8 +23,8 @@ from launch.slurm.queue import cancel
 from rlhpc.base.patience import Deadline
 
 ANSWER_S = 50.0  # of sbatch; a job that starts at once waits RECORDED_S for its record (launch/supervisor)
-LOOK_AGAIN_S = 4.0  # slurmctld may accept a request some time after it failed to answer it
-REPEAT_S = 5.0  # between two tries of sbatch while slurmctld is away
+LOOK_AGAIN_S = 4.0  # slurmctld may accept a request some time after failing to answer
+REPEAT_S = 5.0  # between two tries of sbatch while slurmctld is down
 LOOK_PATIENCE_S = 20.0
 # Messages of sbatch when its request was sent and the answer lost; slurmctld may have accepted the job.
 _LOST = ("timed out", "Zero Bytes were transmitted", "send failure", "receive failure", "shutdown failure",
@@ -49,9 +49,9 @@ def submit_script(
     """Submit a script, have the job recorded, and return its id (of a heterogeneous job, its leader's).
 
     options: of sbatch.  record: called with the id; if it raises, the job is cancelled.  environment: None means this
-    process's, without variables of another job.  patience_s: how long sbatch is repeated while slurmctld is away.
-    hear: called with what sbatch prints on stderr for an accepted job, such as a site's "moved to partition scav".
-    Raises SlurmError: refused, or nothing was submitted; MayBeQueued; KeyboardInterrupt that says what happened to it.
+    process's, without variables of another job.  patience_s: how long sbatch is repeated while slurmctld is down.
+    hear: called with sbatch's output on stderr for an accepted job, such as a site's "moved to partition scav".
+    Raises SlurmError: refused, or nothing was submitted; MayBeQueued; KeyboardInterrupt with the job's fate.
     """
     tag, deadline = f"rlhpc-{uuid.uuid4().hex[:12]}", Deadline(patience_s)
     with _HeldCtrlC(tag) as ctrl_c:
@@ -68,7 +68,7 @@ def submit_script(
         if not ctrl_c.has_come:
             try:
                 record(job_id)
-            except BaseException:  # survived: nothing; whatever it was, an unrecorded job must not stay queued
+            except BaseException:  # nothing is survived, but an unrecorded job must not stay queued
                 _cancel(job_id)
                 raise
         if ctrl_c.has_come:
@@ -82,7 +82,7 @@ def submit_once(script: Path, *options: str) -> str:
 
 
 def try_script(script: Path, patience_s: float) -> None:
-    """Have sbatch check a script without submitting it.  Raises SlurmError with sbatch's objection."""
+    """Have sbatch check a script without submitting it.  Raises SlurmError with sbatch's error."""
     slurm("sbatch", "--test-only", str(script), patience_s=patience_s)
 
 
@@ -123,7 +123,7 @@ def _tagged(script: Path, options: Sequence[str], tag: str) -> Iterator[list[str
     try:
         has_comment = _OWN_COMMENT.search(script.read_text(encoding="utf-8", errors="replace")) is not None
     except OSError:
-        has_comment = False  # sbatch reports what is wrong with the script
+        has_comment = False  # sbatch reports errors of the script
     if not has_comment and not any(word.startswith("--com") for word in options):
         yield [*words, f"--comment={tag}", str(script)]
         return

@@ -1,4 +1,4 @@
-"""The meaning of each Slurm job state for a run: is it alive, who ended it, does it come back, what to do.
+"""The meaning of each Slurm job state for a run: alive or not, who ended it, whether it restarts, the remedy.
 
 Input: the states printed by squeue and sacct (22.05 to 26.05).  Output: values.  Pure.  States and flags are one list
 here, because squeue prints one word: a flag, if there is one, in place of the state below it.  A word that is not in
@@ -14,10 +14,10 @@ from enum import Enum
 
 # -------------------------------------------------------------------------------------------------------------- reasons
 #
-# Why a job is pending, in words: Slurm's reason, what it means, and what can be done about it.
+# Reasons of pending jobs in words: Slurm's reason, its meaning, and the remedy.
 #
-# Input: the reason that squeue prints.  Output: a sentence.  Pure.  Names of limits number some two hundred and have
-# four parts (whose, which kind, of what, for whom); they are parsed instead of listed.
+# Input: squeue's reason.  Output: a sentence.  Pure.  There are some two hundred names of limits, with four parts
+# (owner, kind, resource, scope); they are parsed instead of listed.
 
 _SLURMS_OWN = "waits for the scheduler to consider it again"
 
@@ -93,7 +93,7 @@ _STUCK = {
     "ReservationDeleted",
 }  # fmt: skip
 
-# Longer texts that Slurm puts in the reason's place, by a part of them.
+# Longer texts of Slurm in place of a reason, by a part of them.
 _TEXTS = (
     ("launch failed requeued held", "could not be started on its nodes (prolog, file system), has no log of it, and is "
      "held; `scontrol release JOB` releases it when they are repaired"),
@@ -136,7 +136,7 @@ def is_stuck(reason: str) -> bool:
     """
     name = reason.strip().strip("()").partition(",")[0]
     limit = _LIMIT.fullmatch(name)
-    # Of a limit for each job, such as QOSMaxGRESPerJob: jobs that end make no room for this one.
+    # A limit per job, such as QOSMaxGRESPerJob: ended jobs make no room for this one.
     is_of_each = limit is not None and (limit["kind"] == "Min" or limit["each"] in ("Job", "Node"))
     return name in _STUCK or "held" in name.lower() or is_of_each
 
@@ -192,9 +192,9 @@ def is_unlimited(text: str) -> bool:
 
 
 def task_numbers(text: str) -> list[int]:
-    """Array tasks of "0,2-4,8-12:2%2": 0, 2, 3, 4, 8, 10, 12.  Slurm may cut a long list off, with or without "...".
+    """Array tasks of "0,2-4,8-12:2%2": 0, 2, 3, 4, 8, 10, 12.  Slurm may cut a long list, with or without "...".
 
-    What was cut is not there; where every task counts, squeue is asked with --array.
+    Cut tasks are missing here; if every task counts, use squeue with --array.
     """
     tasks: list[int] = []
     for part in text.partition("%")[0].split(","):
@@ -231,7 +231,7 @@ class JobStage(Enum):
 
 
 class EndedBy(Enum):
-    """Who ended a job."""
+    """The agent that ended a job."""
 
     NOBODY = "nobody"  # it has not ended
     SUCCESS = "success"
@@ -251,12 +251,12 @@ class JobState:
     ended_by: EndedBy
     is_restarted_by_slurm: bool  # it restarts or continues automatically
     is_worth_resuming: bool  # it has ended, and a resume from the last checkpoint can be expected to get further
-    what: str  # for people
+    what: str  # description, for people
     remedy: str = ""  # how to continue a run whose jobs have all ended; "" if `what` says everything
 
     @property
     def sentence(self) -> str:
-        """What it is, and the remedy."""
+        """Description and remedy."""
         return f"{self.what}; {self.remedy}" if self.remedy else self.what
 
     @property

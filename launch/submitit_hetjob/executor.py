@@ -43,7 +43,7 @@ from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 DEFAULT_MINUTES, DEFAULT_WARN_S = 5, 90  # submitit's time and signal_delay_s
-# Of the whole job, or set here: a component cannot set any of them.
+# Options of the whole job, or set here: a component cannot set them.
 _OF_THE_JOB = ("setup", "teardown", "use_srun", "array_parallelism", "signal_delay_s")
 _OURS = ("output", "error", "open-mode", "signal", "requeue", "no-requeue", "array", "hetjob")
 # sbatch applies them to the job, that is, only to its first component.
@@ -96,7 +96,7 @@ class NativeComponent:
 
     @property
     def nodes(self) -> int:
-        """How many it spans."""
+        """Number of nodes."""
         return int(self.parameters.get("nodes") or 1)
 
     @property
@@ -106,7 +106,7 @@ class NativeComponent:
 
     @property
     def runs_in_batch_step(self) -> bool:
-        """Whether it runs in the batch step, as requested or if possible; only the first component has one."""
+        """True if it runs in the batch step, as requested or if possible; only the first component has one."""
         wish = self.component.in_batch_step
         return (self.num_tasks == 1 and not self._has_gpus) if wish is None else wish
 
@@ -118,7 +118,7 @@ class NativeComponent:
 
 
 def check_parts(parts: Sequence[NativeComponent]) -> None:
-    """Raises ConfigError for requests that Slurm would refuse late, or misunderstand."""
+    """Raise ConfigError for requests that Slurm would refuse late, or misunderstand."""
     names = [part.component.name for part in parts]
     if not parts or len(set(names)) != len(names):
         raise ConfigError(f"components {names}: legal: at least one, each name once")
@@ -156,7 +156,7 @@ def script_text(parts: Sequence[NativeComponent], folder: Path, *, batch_python:
 
 
 def plan_text(parts: Sequence[NativeComponent], *, python: str, has_checkpoint: Sequence[bool]) -> str:
-    """plan.json: what the supervisor (launch/submitit_hetjob/supervisor.py) starts.
+    """plan.json: components for the supervisor (launch/submitit_hetjob/supervisor.py) to start.
 
     If no component has a checkpoint, all receive the warning, and submitit's rule decides whether they restart.
     """
@@ -356,7 +356,7 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """What Slurm says, with this name in front."""
+    """Put this name in front of SlurmErrors of the block."""
     try:
         yield
     except SlurmError as error:

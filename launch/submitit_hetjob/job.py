@@ -77,7 +77,7 @@ def has_checkpoint(submission: DelayedSubmission) -> bool:
 
 
 def sub_jobs(job: Job[R]) -> Sequence[Job[R]]:
-    """One job for each task; none if there is one task.  Seam: `_sub_jobs`."""
+    """Jobs, one per task; none if there is only one task.  Seam: `_sub_jobs`."""
     return job._sub_jobs
 
 
@@ -96,7 +96,7 @@ class Watcher(submitit_slurm.SlurmInfoWatcher):
         """
 
     def update(self) -> None:
-        """Ask for all that are not known to be final."""
+        """Query all jobs that are not known to be final."""
         registered = {base_id(each) for each in self._registered}
         bases = {base for base in registered if not self._is_settled(base)}
         self._last_status_check = time.time()
@@ -174,7 +174,7 @@ def run_task(folder: str, environment: TaskEnvironment) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- environment
 #
-# How a task of a heterogeneous job reacts to signals.
+# Reaction of a task of a heterogeneous job to signals.
 #
 # There are three signals.  The warning (USR2): rank 0 stores its checkpoint, writes a note and exits; the other ranks
 # continue, because rank 0 may need them.  SIGTERM, which Slurm sends before it takes nodes away: the same.  USR1, sent
@@ -292,7 +292,7 @@ class HeterogeneousSlurmJob(SlurmJob[R]):
 
     @property
     def slurm_id(self) -> str:
-        """What Slurm calls it: 12, or 12+1."""
+        """Slurm's id: 12, or 12+1."""
         return self.job_id if self.component is None else f"{self.job_id}+{self.component}"
 
     @property

@@ -138,9 +138,9 @@ class ComponentProcess:
 
     def _srun_words(self) -> list[str]:
         group = [] if self.group is None else [f"--het-group={self.group}"]
-        # --wait=0: ranks may end at very different times.  One that fails ends the others, who may wait for it.
+        # --wait=0: ranks may end at very different times.  A failing rank ends the others, which may wait for it.
         common = ["--wait=0", "--kill-on-bad-exit=1"]
-        # What slurmstepd says, or sh before it has a log, goes through srun into the log of the batch step.
+        # Output of slurmstepd, and of sh before it has a log, goes through srun into the log of the batch step.
         ending = "out" if self._plan["stderr_to_stdout"] else "err"
         logged = ["/bin/sh", "-c", _INTO_OWN_LOG, "rlhpc", str(self._folder / f"{self._job_id}_"), ending]
         return ["srun", *group, *common, *self._plan["srun"], *logged]

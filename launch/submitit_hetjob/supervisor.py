@@ -96,9 +96,9 @@ class CallablesSupervisor:
         return True
 
     def _finish(self, step: ComponentProcess) -> None:
-        """It has succeeded: it is not restarted after a requeue."""
+        """Record success: the component is not restarted after a requeue."""
         step.is_finished = True
-        with suppress(OSError):  # a full disk: after a requeue it is run again
+        with suppress(OSError):  # a full disk: it runs again after a requeue
             write_atomically(self._finished_file, json.dumps([*self._read_finished(), step.name]).encode())
 
     def _read_finished(self) -> list[str]:

@@ -27,7 +27,7 @@ from rlhpc.base.patience import Deadline, patiently
 from rlhpc.base.processes import name_nameless_user
 from rlhpc.protocol.errors import RlhpcError
 
-RESULT_S = 60.0  # for a disk that refuses the result of a job that has ended
+RESULT_S = 60.0  # for a failing disk to accept the result of a job that has ended
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
 LIMIT_S = 5.0  # a SIGTERM this close to the time limit is caused by the time limit
 
@@ -41,7 +41,7 @@ def main() -> int:
     options = parser.parse_args()
     name_nameless_user()
     keep_others_from_writing()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # the last words of a role may be in letters that a locale lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a role's error may have letters that the locale lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         plan, job = patiently(lambda: read_plan(options.plan, options.job), options.plan), ThisJob.of(os.environ)
@@ -60,7 +60,7 @@ def main() -> int:
         return _follow_up(plan, job, log, over)
     successor = submit_successor(plan, job, log) if plan.continuation == "successor" else None
     outcome = _one_life(plan, job, limit, log, signals)
-    with suppress(RlhpcError):  # requeued, it may come back on another node
+    with suppress(RlhpcError):  # requeued, the job may come back on another node
         leave_node(base_directory(job.job_id))
     return _follow_up(plan, job, log, outcome, successor)
 
@@ -73,7 +73,7 @@ def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, sign
         return supervisor.run()
 
     try:
-        # What it has started has ended when it raises: another one begins another attempt.
+        # All processes have ended when it raises: another life begins another attempt.
         outcome = patiently(supervise, plan.layout.root, sleep=signals.sleep, is_over=lambda: signals.end_requested)
     except RlhpcError as error:
         outcome = Outcome(Cause.SETTINGS, str(error))
@@ -91,7 +91,7 @@ def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, sign
 
 
 def owns_run(plan: JobPart, job: ThisJob) -> bool:
-    """Whether the run ends with this job: no later one has taken it over."""
+    """True if the run ends with this job: no later job has taken it over."""
     attempt = read_attempt(plan.layout)
     return plan.hosts_controller and (attempt is None or attempt.owner == (job.job_id, job.restart))
 
@@ -119,7 +119,7 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
     try:
         if is_end and plan.hosts_controller:
             patiently(lambda: end_other_jobs(plan.layout, job, log), plan.layout.jobs)
-        elif successor is not None and is_end:  # it would end in the same way
+        elif successor is not None and is_end:  # the successor would end in the same way
             cancel([successor], patience_s=PATIENCE_S)
     except (RlhpcError, OSError) as error:
         log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")

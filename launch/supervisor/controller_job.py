@@ -56,13 +56,13 @@ from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FENCED, RlhpcError
 
 # --------------------------------------------------------------------------------------------------------------- ending
 #
-# What a job does at its end: requeue itself, submit a successor, or write its result.
+# The end of a job: requeue it, submit a successor, or write its result.
 
 
 def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog, successor: int | None = None) -> int:
     """Continue in another life of this job, or in its successor.  Returns the exit status of the batch step.
 
-    successor: submitted before; None: none, or sbatch refused it when this job began, and may take it now.
+    successor: submitted before; None: none, or sbatch refused it when this job began, and may accept it now.
     """
     if plan.continuation == "successor":
         if successor is None and submit_successor(plan, job, log) is None:
@@ -97,7 +97,7 @@ def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
 
 
 def write_result(plan: JobPart, job: ThisJob, outcome: Outcome) -> None:
-    """Write what `job.result()` of submitit returns: the summary of a finished run, or why there is none."""
+    """Write the result for submitit's `job.result()`: the summary of a finished run, or why there is none."""
     summary = certain_document(plan.layout.summary)
     has_succeeded = outcome.cause.status == 0 and bool(summary)
     result = ("success", summary) if has_succeeded else ("error", outcome.text)
@@ -118,8 +118,8 @@ ALONE_S = 10.0  # for a controller without generators and its trainer, if there 
 INTERRUPT_S = 7.0  # for everything to end after Ctrl-C: with the end of interpreters, inside the ten seconds promised
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
-_WANTED = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED, Cause.SIGNAL)  # ends that somebody has asked for
-SOONER = "; Ctrl-C: end within seconds"  # where a run is told that it saves
+_WANTED = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED, Cause.SIGNAL)  # requested ends
+SOONER = "; Ctrl-C: end within seconds"  # appended to messages about saving
 ROLE_WORDS = {"generator": "generator", "reward": "reward service"}
 
 
@@ -138,21 +138,21 @@ class ControllerJobSupervisor:
         tether: Tether | None = None,
         begins: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """first: an attempt that has begun already.  tether: ties processes to this one, where no Slurm job ends them.
+        """first: an attempt that has already begun.  tether: ties processes to this one, if no Slurm job ends them.
 
         begins: called with the owner of each attempt that begins, and before that with "", while the owner changes.
         """
         self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
         self._first, self._begins = first, begins
         self._starter = AttemptStarter(plan, job, log.say, signals, tether)
-        self._layout, self._owner = plan.layout, ""  # the owner that the last attempt was
+        self._layout, self._owner = plan.layout, ""  # owner of the last attempt
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
         self._classifier = OutcomeClassifier(plan, job)
         self._has_trained, self._awake = False, AwakeTime()  # has_trained: a step in the last attempt
         self._processes = Processes(plan, job, log, signals, tether)
         self._resubmitter = Resubmitter(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to exit
-        self._why, self._asked_at, self._patience_s = "", 0.0, SAVE_GRACE_S  # why: the same, in words
+        self._why, self._asked_at, self._patience_s = "", 0.0, SAVE_GRACE_S  # why: the cause in words
 
     def run(self) -> Outcome:
         """Run attempts until there is an outcome that this life of the job cannot change."""
@@ -179,12 +179,12 @@ class ControllerJobSupervisor:
 
     @property
     def controller_summary(self) -> str:
-        """How the last controller ended."""
+        """End of the last controller, in words."""
         controller = self._controller
         return "" if controller is None else self._certain(lambda: self._classifier.exit_summary(controller))
 
     def _certain(self, read: Callable[[], Known]) -> Known:
-        """What is decided by, read again while the file system refuses; who presses Ctrl-C does not wait for it."""
+        """Return read(), repeated while the file system refuses, until Ctrl-C: for facts that decisions need."""
         signals = self._signals
         return patiently(read, self._layout.root, sleep=signals.sleep, is_over=lambda: signals.interrupts > 0)
 
@@ -210,14 +210,14 @@ class ControllerJobSupervisor:
             return Outcome(Cause.SIGNAL, f"ended by {self._signals.sender} before an attempt could begin")
         if lost_to := self._signals.lost_to():
             return Outcome(Cause.FENCED, lost_to)
-        if self._limit.left_s() < self._last_moment_s:  # reading a checkpoint may take longer than a short life
+        if self._limit.left_s() < self._last_moment_s:  # a short life may be spent reading a checkpoint
             self._limit.ask()  # the limit may have been extended
             if self._limit.left_s() < self._last_moment_s:
                 return Outcome(Cause.TIME, "the time limit of this job comes before an attempt could begin")
         return asked_to_end(self._layout)
 
     def _begin(self) -> Attempt | Outcome:
-        """Begin an attempt, or say why not."""
+        """Begin an attempt, or return why not."""
         if (asked := self._asked_not_to_begin()) is not None:
             return asked
         for request in save_requests(self._layout):
@@ -229,9 +229,9 @@ class ControllerJobSupervisor:
                 follows = self._owner if self._plan.is_local else ""
                 attempt = self._starter.begin(lambda: self._asked_not_to_begin() is not None, follows)
         except BeginError as error:
-            if (asked := self._asked_not_to_begin()) is not None:  # which has ended that command
+            if (asked := self._asked_not_to_begin()) is not None:  # the request has ended the command
                 return asked
-            if self._is_complete():  # by a controller that was taken for dead
+            if self._is_complete():  # completed by a controller that was taken for dead
                 return Outcome(Cause.COMPLETE, str(error))
             causes = {EXIT_CONFIG: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
             return Outcome(causes.get(error.status, Cause.FAILED), str(error))
@@ -249,7 +249,7 @@ class ControllerJobSupervisor:
         self._has_trained = False
         try:
             self._processes.start(attempt)
-        except OSError as error:  # no process more for this user, at the moment
+        except OSError as error:  # no more processes for this user at the moment
             self._kill_attempt(Cause.FAILED, f"a process could not be started: {error}")
             self._processes.end_trainer(0.0)
             return Outcome(Cause.FAILED, self._why)
@@ -270,13 +270,13 @@ class ControllerJobSupervisor:
 
     @property
     def _is_urgent(self) -> bool:
-        """Whether everything is to end within seconds."""
+        """True if everything is to end within seconds."""
         return self._cause in (Cause.ABORT, Cause.INTERRUPTED)
 
     # -------------------------------------------------------------------------------------------------------- watching
 
     def _look(self, attempt: Attempt, stall: StallWatch) -> None:
-        """React to what has happened since the last poll."""
+        """React to events since the last poll."""
         self._interrupt_if_asked()
         if self._cause is not None:
             self._end_if_late()
@@ -289,7 +289,7 @@ class ControllerJobSupervisor:
         missing = self._resubmitter.look(progress)
         if missing is not None:
             self._kill_attempt(missing.cause, missing.text)
-        # SIGTERM would kill a controller whose loop has ended already, and the run would count as unclean.
+        # SIGTERM would kill a controller whose loop has already ended, and the run would count as unclean.
         is_ending = progress is not None and progress.is_ending and self._limit.left_s() > LAST_MOMENT_S
         if self._cause is None and not is_ending:
             self._stop_if_asked(progress)
@@ -299,7 +299,7 @@ class ControllerJobSupervisor:
             self._part_ended(step)
 
     def _lost(self, attempt: Attempt) -> Outcome | None:
-        """Whether another supervisor has taken the run over, or replaced its keys."""
+        """Outcome if another supervisor has taken the run over, or replaced its keys."""
         if lost_to := self._signals.lost_to():
             return Outcome(Cause.FENCED, lost_to)
         return self._classifier.taken_over(attempt)
@@ -333,7 +333,7 @@ class ControllerJobSupervisor:
             self._controller.ask_to_leave()
 
     def _interrupt_if_asked(self) -> None:
-        """Have the controller write its state within seconds, whatever it was asked to do before."""
+        """Have the controller write its state within seconds, overriding earlier requests."""
         if not self._signals.interrupts and not wants_abort(self._layout):
             return
         if self._is_urgent:
@@ -348,7 +348,7 @@ class ControllerJobSupervisor:
             self._controller.ask_to_leave(signal.SIGINT)
 
     def _what_an_interrupt_does(self) -> str:
-        """What happens now, and what a second Ctrl-C does."""
+        """Message about the present end, and the effect of a second Ctrl-C."""
         step_s = _step_s(read_progress(self._layout))
         again = "; Ctrl-C again: kill now" if self._cause is Cause.INTERRUPTED else ""
         end = f"everything ends within {INTERRUPT_S:.0f} s{again}"
@@ -359,7 +359,7 @@ class ControllerJobSupervisor:
         return f"a step takes about {step_s:.0f} s: this one is not finished, and trained again by a resume; {end}"
 
     def _end_if_late(self) -> None:
-        """The controller was asked to exit: kill it if it takes too long, or if there is no time left to wait."""
+        """Kill a controller that was asked to exit, if it takes too long or there is no time left."""
         waited_s = time.monotonic() - self._asked_at
         if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > self._last_moment_s):
             return
@@ -368,7 +368,7 @@ class ControllerJobSupervisor:
         self._controller.kill()
 
     def _stop_if_stuck(self, progress: ReportedProgress | None, stall: StallWatch) -> None:
-        """End an attempt that makes no progress.  Another is begun only if this one had made some."""
+        """End an attempt without progress.  Another one is begun only if this one had made some before."""
         step = progress.step if progress is not None else -1
         stall_s = stall.look(step, progress is not None and progress.is_training, self._awake())
         if stall_s is not None:
@@ -384,12 +384,12 @@ class ControllerJobSupervisor:
             self._controller.kill()
 
     def _part_ended(self, step: StartedProcesses) -> None:
-        """A component has ended without having been asked to."""
+        """Handle a component that has ended unasked."""
         if step.role == EVALUATOR:
             self._evaluator_ended(step)
             return
         summary, progress = self._certain(lambda: self._classifier.exit_summary(step)), self._progress()
-        is_told = progress is not None and progress.is_ending  # by the controller, which is about to end
+        is_told = progress is not None and progress.is_ending  # the controller is about to end, and tells roles to exit
         is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
         event = "part_missed" if is_missed else "part_left" if is_told else "part_end"
         self._log.say(event, f"{step.name} has ended: {summary}")
@@ -398,19 +398,19 @@ class ControllerJobSupervisor:
             return
         if step.role == "trainer":
             # The step that the controller waits for will not be finished: it writes its state and exits at once.
-            self._why = f"{step.name} has ended: {summary}"  # where no process says more
+            self._why = f"{step.name} has ended: {summary}"  # used if no process reports more
             controller.ask_to_leave(signal.SIGINT)
         else:
             self._end_alone(step, summary, progress)
 
     def _evaluator_ended(self, step: StartedProcesses) -> None:
-        """The run goes on without it; one that has asked the run to stop has ended well."""
+        """Handle an evaluator that has ended: the run goes on; one that has asked the run to stop has ended well."""
         if step.status() != 0:
             summary = self._certain(lambda: self._classifier.exit_summary(step))
             self._log.say("part_end", f"[evaluation] has failed, and the run continues without it: {summary}")
 
     def _end_alone(self, step: StartedProcesses, summary: str, progress: ReportedProgress | None) -> None:
-        """A role has no process left: save the trained state, without waiting for roles that cannot come back."""
+        """Save the trained state when a role has no process left, without waiting for roles that cannot come back."""
         has_news = progress is not None and progress.step > self._saved_step()
         cause = Cause.SETTINGS if step.status() == EXIT_CONFIG else Cause.FAILED
         if self._job.is_being_preempted():
@@ -423,12 +423,12 @@ class ControllerJobSupervisor:
     # ---------------------------------------------------------------------------------------------------- winding up
 
     def _wind_up(self, attempt: Attempt) -> Outcome:
-        """The controller has ended: end the other roles of its attempt, and return the outcome."""
+        """End the other roles of an attempt whose controller has ended, and return the outcome."""
         status = 1 if self.controller_status is None else self.controller_status
         progress = self._progress()
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
-        # Not told, and so waiting: a trainer that has not connected yet, or whose controller ended by os._exit(0).
+        # A trainer may not have been told: it had not connected yet, or its controller ended by os._exit(0).
         is_told = status == 0 and progress is not None and progress.attempt == attempt.index and progress.is_ending
         is_told = is_told and progress is not None and bool(progress.names("trainer"))
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if is_told else POLL_S)
@@ -440,7 +440,7 @@ class ControllerJobSupervisor:
         return outcome
 
     def _await_evaluation(self) -> None:
-        """Have the last model of a complete run evaluated when all else has ended, unless somebody asks for an end."""
+        """Wait for the evaluation of a complete run's last model, unless an end is requested."""
         if not self._processes.has(EVALUATOR):
             return
         self._processes.end_all(self._grace_s(), is_wanted=False, spared=EVALUATOR)
@@ -465,5 +465,5 @@ class ControllerJobSupervisor:
 
 
 def _step_s(progress: ReportedProgress | None) -> float:
-    """Seconds that a step takes; 0 where none is being trained, or where it is not known."""
+    """Seconds that a step takes; 0 if none is being trained, or if it is not known."""
     return progress.step_s if progress is not None and progress.is_training else 0.0

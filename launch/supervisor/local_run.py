@@ -34,12 +34,12 @@ from rlhpc.base.patience import patiently, seen
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import OwnershipLost
 
-# Events that are expected, or that the next one repeats.
+# Events that are expected, or repeated by the next one.
 _QUIET = {"attempt_end", "part_missed", "part_left", "verdict"}
 
 
 class LocalSignals(Signals):
-    """Signals from a terminal or its end, and the work to do while the supervisor waits."""
+    """Signals of a terminal, also of its end, and work to do while the supervisor waits."""
 
     sender = "SIGTERM"
 
@@ -52,16 +52,16 @@ class LocalSignals(Signals):
         self._lost_to, self._raises = "", False
 
     def attend(self, while_waiting: Sequence[Callable[[], None]], check_owner: Callable[[], None]) -> None:
-        """Call these from now on, as the constructor has it."""
+        """Call these from now on, as in the constructor."""
         self._while_waiting, self._check_owner = while_waiting, check_owner
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT and whatever asks for the end while the block runs."""
+        """Handle SIGINT and other requests to end in the block."""
         handlers = dict.fromkeys((*ENDS, *WARNINGS), self._end) | {signal.SIGINT: self._interrupt}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run outlives its terminal
             del handlers[signal.SIGHUP]
-        # Where a parent has had it ignored, every process seems to end with status 0.
+        # If a parent has set it to be ignored, every process seems to end with status 0.
         before = [(signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))]
         before += [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
         try:
@@ -72,7 +72,7 @@ class LocalSignals(Signals):
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Have signals raise StopSignal while the block runs, which looks at no flag: it reads for minutes."""
+        """Have signals raise StopSignal in the block, which reads for minutes without checking flags."""
         self._raises = True
         try:
             yield
@@ -91,7 +91,7 @@ class LocalSignals(Signals):
         return self._lost_to
 
     def _hear(self, call: Callable[[], None]) -> None:
-        """What only shows, or renews, and cannot at the moment, does at the next call."""
+        """Make a call that displays or renews; if the file system refuses, the next call does it."""
         try:
             seen(call, None)
         except OwnershipLost as error:
@@ -99,7 +99,7 @@ class LocalSignals(Signals):
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         self.sender = signal.Signals(number).name
-        super()._end(number, frame)  # first: where an exception is lost, in a finaliser, the supervisor sees the flag
+        super()._end(number, frame)  # first: if the exception is lost in a finaliser, the supervisor sees the flag
         self._raise(number)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -113,7 +113,7 @@ class LocalSignals(Signals):
 
 
 class TerminalLog(Log):
-    """Tells the user what the supervisor does, and records it."""
+    """Prints the supervisor's events for the user, and records them."""
 
     def __init__(self, tell: Callable[[str], None], first: int, path: Path) -> None:
         """tell: prints a line.  first: the attempt that the user started.  path: file for the events."""
@@ -122,7 +122,7 @@ class TerminalLog(Log):
 
     def say(self, event: str, text: str) -> None:
         """Record an event, and print it unless it is obvious or the next one repeats it."""
-        with suppress(OSError):  # the disk is full: print it all the same
+        with suppress(OSError):  # the disk is full: print it anyway
             append_event(self._path, event, text, attempt=self.attempt)
         if event not in _QUIET and (event != "attempt" or self.attempt != self._first):
             self._tell(text)
@@ -148,7 +148,7 @@ def supervise_locally(
     temporary = private_temporary_directory()
     lock = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
     with suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_SH)  # systemd-tmpfiles leaves a directory that is locked
+        fcntl.flock(lock, fcntl.LOCK_SH)  # systemd-tmpfiles does not clean a locked directory
     tether = Tether(descriptors, {"TMPDIR": str(temporary)})
     log = TerminalLog(tell, attempt.index, layout.job_events("local"))
     supervisor = ControllerJobSupervisor(
@@ -174,7 +174,7 @@ def supervise_locally(
 
 
 def note_stop(layout: RunLayout) -> None:
-    """Leave a stop by a signal as `rlhpc stop` leaves its request, for who asks later how the run has ended."""
+    """Record a stop by a signal like a request of `rlhpc stop`, for later questions about the run's end."""
     progress = seen(lambda: read_progress(layout), None)
     if progress is None or not progress.is_over:
         with suppress(OSError):
@@ -184,7 +184,7 @@ def note_stop(layout: RunLayout) -> None:
 def private_temporary_directory() -> Path:
     """Make the directory for all temporary files of a run, mode 0700; the caller deletes it at the end.
 
-    vLLM leaves the sockets between its processes behind and sends pickles over them: other users must not reach them.
+    vLLM leaves sockets between its processes behind and sends pickles over them: other users must not reach them.
     """
     directory = Path(tempfile.mkdtemp(prefix="rlhpc-"))
     if len(str(directory)) <= LONGEST_TEMPORARY_PATH - 12:  # each process has a directory of its own in it

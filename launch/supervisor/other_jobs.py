@@ -1,7 +1,7 @@
 """The other jobs of a run, identified by the ids recorded when they were submitted, never by name.
 
 Input: jobs/ID.json and the output of squeue.  Guarantees: a job counts as gone only if squeue shows it in a final
-state, or does not show it although it is old enough to have been purged, in an answer that does show this job itself.
+state, or, in an answer that includes this job itself, lacks it although it is old enough to have been purged.
 Every function but may_have_controller raises SlurmError if Slurm refuses or does not answer.
 """
 
@@ -133,7 +133,7 @@ def gone_jobs(plan: JobPart, job: ThisJob, min_job_age_s: float = MIN_JOB_AGE_S)
     """
     planned = planned_tasks(plan)
     states = _ask_queue(job, 0.0, SOON_S)
-    if planned_tasks(plan) != planned:  # submitted while Slurm answered: its answer may lack it
+    if planned_tasks(plan) != planned:  # one was submitted while Slurm answered: the answer may lack it
         return []
     forgotten_before = time.time() - min_job_age_s - SKEW_S
     found = [_gone(records, task, states, forgotten_before) for records, task in planned]
@@ -164,12 +164,12 @@ def submit_again(
     """Submit the script of a recorded job again and record it.  Returns the new id.
 
     tasks: only these tasks of its array.  hear: as for submit_script.  Raises SlurmError, also if the job was never
-    recorded; MayBeQueued: it is not known whether a job was submitted; if so it ends by itself, being unrecorded.
+    recorded; MayBeQueued: a job may have been submitted; it then ends by itself, being unrecorded.
     """
     record = next((record for record in read_job_records(layout) if record.job_id == job_id), None)
     if record is None:
         raise SlurmError(f"job {job_id} is not recorded in {layout.jobs}: its script is unknown")
-    leave_deleted_directory(layout.root)  # where no sbatch works
+    leave_deleted_directory(layout.root)  # in which sbatch does not work
     old, only = record, None if tasks is None else sorted(tasks)
     words = [*options, *([] if only is None else [f"--array={','.join(map(str, only))}"])]
 
@@ -181,11 +181,11 @@ def submit_again(
 
 
 def _gone(records: Sequence[JobRecord], task: int | None, states: _States, forgotten_before: float) -> Gone | None:
-    """The end of one task, or one job, with these submissions; None: it is alive, or may be."""
+    """The end of a task or job with these submissions; None: it is alive, or may be."""
     over = ""
     for record in records:
         shown = states.get(record.job_id, {})
-        # An array of which no task has ever been apart is one line, when it has been cancelled.
+        # A cancelled array whose tasks were never listed separately is one line.
         state = shown.get(task) or shown.get(None, "") if task is not None else most_active(shown.values())
         if state:
             over = state
@@ -216,13 +216,12 @@ def _cancel(jobs: list[OtherJob], log: EventLog) -> None:
 # Resubmit planned jobs of a run that have ended although their roles are still needed.
 #
 # Input: the roles that the controller lists, and job states from Slurm (arrays per task).  Guarantees: a job that was
-# cancelled by hand is not resubmitted, not even after this job was requeued; neither is a job that is, or may be,
-# alive.
+# cancelled by hand is not resubmitted, not even after a requeue of this job; neither is a job that is or may be alive.
 
 
 LOOK_EVERY_S = 10.0  # while a role is missing
 LOOK_AT_LEAST_EVERY_S = 60.0  # while it stays missing, as in a long queue
-SUBMIT_PATIENCE_S = 10.0  # for a slurmctld that is away: the next poll tries again
+SUBMIT_PATIENCE_S = 10.0  # for a slurmctld that is down: the next poll tries again
 
 _Key = tuple[str, "int | None"]  # name of a job, and task of its array
 
@@ -282,7 +281,7 @@ class Resubmitter:
         return None
 
     def _expected(self, away: Sequence[str]) -> set[str]:
-        """Names of the roles that the planned jobs would start; one each for trainers and reward services."""
+        """Names of roles that the planned jobs would start; one each for trainers and reward services."""
         newest = [(records[-1], task) for records, task in planned_tasks(self._plan)]
         return {
             role
@@ -335,7 +334,7 @@ class Resubmitter:
         return None
 
     def _may_try(self, gone: Gone) -> bool:
-        """True if a generator that the run can do without is to be resubmitted now; it has a budget of its own."""
+        """True if a dispensable generator is to be resubmitted now; it has a budget of its own."""
         key = gone.record.name, gone.task
         may = self._tries.take(key)
         if self._tries.is_exhausted(key):
@@ -360,7 +359,7 @@ class Resubmitter:
 
 
 class _Tries:
-    """How often each task was resubmitted since the last new checkpoint, with growing pauses."""
+    """Resubmissions of each task since the last new checkpoint, with growing pauses."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -369,7 +368,7 @@ class _Tries:
         self._step = -1
 
     def refill(self, saved_step: int) -> None:
-        """A newer checkpoint resets all counts."""
+        """Reset all counts after a newer checkpoint."""
         if saved_step > self._step:
             self._step = saved_step
             self._count.clear()
@@ -398,10 +397,10 @@ class _Tries:
 
 
 POLL_S = 0.5
-STATUS_S = 5.0  # between two reads of the status by one of hundreds of generators' jobs, which hardly need it
+STATUS_S = 5.0  # between two reads of the status by one of hundreds of generator jobs, which hardly need it
 LEAVE_S = 45.0  # at most, for generators to hand back their leases, and for engines to close
 STOP_S = 900.0  # at least, for the controller to finish its step and save
-SILENT_S = 60.0  # a controller that has written no status for so long may have ended for good
+SILENT_S = 60.0  # a controller without a status for so long may have ended for good
 LAST_MOMENT_S = 15.0  # before the time limit: to end the srun and requeue
 ASK_S = 3.0  # for Slurm to answer: the time limit is near
 MAX_STARTS = 6  # of a component in one life, without a step in between
@@ -475,7 +474,7 @@ class WorkerJobSupervisor:
         if known is not None and now - self._read_at < keeps_s:
             return replace(known, age_s=known.age_s + now - self._read_at)
         read = read_progress(self._layout)
-        if read is not None and known is not None:  # from here on no clocks of two nodes are compared
+        if read is not None and known is not None:  # from here on clocks of two nodes are not compared
             is_new = read.written_unix_s != known.written_unix_s
             read = replace(read, age_s=0.0 if is_new else known.age_s + now - self._read_at)
         self._progress, self._read_at = read, now
@@ -523,7 +522,7 @@ class WorkerJobSupervisor:
         return None
 
     def _outcome_of_exit(self, attempt: Attempt) -> Outcome | None:
-        """The component exited while the run continues: returns an outcome if it must not be restarted."""
+        """Outcome of a component that exited while the run continues; None: restart it."""
         records = [
             r for r in read_exit_records(self._layout, self._role, attempt.index).values() if r.job == self._job.name
         ]
@@ -547,9 +546,9 @@ class WorkerJobSupervisor:
     # -------------------------------------------------------------------------------------------------------- leaving
 
     def _give_way(self, progress: ReportedProgress | None) -> Outcome:
-        """Let the controller save if it depends on this job; then this job is requeued, if there will be a controller.
+        """Let the controller save if it depends on this job; then requeue this job, if there will be a controller.
 
-        Where a life is shorter than meet_s, no life would come to the point of saying that it is alone.
+        If a life is shorter than meet_s, no life would ever report that it is alone.
         """
         is_silent = progress is None or progress.age_s > SILENT_S
         if is_silent and not patiently(lambda: may_have_controller(self._layout, self._job, ASK_S), self._layout.jobs):
@@ -560,7 +559,7 @@ class WorkerJobSupervisor:
         return Outcome(Cause.TIME, Cause.TIME.words)
 
     def _make_use_of_grace(self) -> Outcome:
-        """Slurm ends this job after KillWait: the controller may be quick enough to save."""
+        """Ask the controller to save within KillWait, after which Slurm ends this job."""
         if self._follows_attempts:
             self._ask_to_save("Slurm is ending this job")
             self._wait_for_end(LEAVE_S)
@@ -572,7 +571,7 @@ class WorkerJobSupervisor:
             patiently(self._save_request.touch, self._save_request, limit_s=ASK_S, sleep=self._signals.sleep)
 
     def _await_end(self, cause: Cause) -> Outcome:
-        """The run is ending: the controller tells a trainer to exit, this supervisor tells the other roles."""
+        """Wait for the end of a run: the controller tells a trainer to exit, this supervisor tells the other roles."""
         if self._step is not None and self._step.status() is None:
             if not self._follows_attempts:
                 self._step.ask_to_leave()
@@ -612,5 +611,5 @@ class WorkerJobSupervisor:
             self._step.kill()
 
     def _before_the_last_moment_s(self) -> float:
-        """Seconds that may be waited so that this job can still be requeued."""
+        """Seconds left to wait before this job must be requeued."""
         return max(POLL_S, self._limit.left_s() - min(LAST_MOMENT_S, self._limit.life_s / 10))

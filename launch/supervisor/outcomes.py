@@ -36,16 +36,16 @@ from rlhpc.protocol.errors import EXIT_ALONE, EXIT_CONFIG
 
 # ------------------------------------------------------------------------------------------------------------ giving up
 #
-# When to give up: too many failures without a new checkpoint, or too long without a step.
+# Reasons to give up: too many failures without a new checkpoint, or too long without a step.
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
-LONGEST_LOOK_S = 300.0  # of a supervisor, which asks Slurm meanwhile
+LONGEST_LOOK_S = 300.0  # of a supervisor's poll, which may include queries of Slurm
 MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a new attempt is not worthwhile
 
 
 def pause_after(failures: int) -> float:
-    """Seconds before another try, by the number of those that failed."""
+    """Seconds before another try, by the number of failed ones."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** min(failures - 1, 10))  # more would overflow
 
 
@@ -66,8 +66,8 @@ class RetryBudget:
     def take(self, saved_step: int, why: str = "") -> float | None:
         """Use up one retry.  Returns the seconds to pause before it; None: none is left.
 
-        saved_step: of the newest complete checkpoint.  why: what has failed, for `rlhpc status`.  If the disk is full,
-        the count is kept only in memory.
+        saved_step: of the newest complete checkpoint.  why: the failure, for `rlhpc status`.  If the disk is full, the
+        count is kept only in memory.
         """
         if saved_step > self._step:
             self.failures = 0
@@ -89,7 +89,7 @@ def pause_before_another(
     """
     if outcome.cause is Cause.YIELD:
         return 0.0
-    in_vain = outcome.cause is Cause.TIME and not has_saved  # perhaps a limit too short for a step: counts as failure
+    in_vain = outcome.cause is Cause.TIME and not has_saved  # the limit may be too short for a step: counts as failure
     if outcome.cause is not Cause.FAILED and not in_vain:
         return None
     if plan.limits.is_attended and not has_trained:
@@ -110,9 +110,9 @@ def pause_before_another(
 
 
 class AwakeTime:
-    """Seconds in which this process ran, if it is called at every look.
+    """Clock of the seconds in which this process ran, if called at every poll.
 
-    A job that Slurm has suspended is no slower than one that was not: its time does not count when it continues.
+    Time in which Slurm has suspended the job does not count.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -120,7 +120,7 @@ class AwakeTime:
         self._counted_s = self._called_s = clock()
 
     def __call__(self) -> float:
-        """Seconds since an arbitrary moment; of the time between two calls, LONGEST_LOOK_S at most."""
+        """Seconds since an arbitrary moment; at most LONGEST_LOOK_S count between two calls."""
         now_s = self._clock()
         self._counted_s += min(now_s - self._called_s, LONGEST_LOOK_S)
         self._called_s = now_s
@@ -138,8 +138,8 @@ class StallWatch:
         self._stall_s, self._meet_s = stall_s, meet_s
         self._since = now  # when the current step, training, or the attempt began
         self._step, self._is_training = -1, False
-        self.has_stepped = False  # a step was trained, or trained again from the journal
-        self.has_moved = False  # a step was trained that no attempt before had trained
+        self.has_stepped = False  # a step was trained, or repeated from the journal
+        self.has_moved = False  # a step was trained for the first time in the run
 
     def look(self, step: int, is_training: bool, now: float) -> float | None:
         """Record the current step; returns the limit in seconds if it is exceeded, else None.
@@ -213,7 +213,7 @@ class OutcomeClassifier:
         return self._failure(status, records, attempt, asked, why, end_requested)
 
     def taken_over(self, attempt: Attempt) -> Outcome | None:
-        """Whether another supervisor has begun an attempt since."""
+        """Outcome if another supervisor has begun an attempt since."""
         latest = read_attempt(self._layout)
         if latest is None or (latest.owner <= attempt.owner and latest.index <= attempt.index):
             return None
@@ -223,7 +223,7 @@ class OutcomeClassifier:
         return Outcome(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
 
     def exit_summary(self, step: StartedProcesses) -> str:
-        """How a component ended: the error of the first of its processes that failed.  Raises OSError."""
+        """End of a component, in words: the error of its first failed process.  Raises OSError."""
         for name in sorted(step.processes):
             record = read_exit_record(self._layout, name, step.attempt.index)
             if record is not None and record.status != 0:
@@ -231,12 +231,12 @@ class OutcomeClassifier:
         return f"exit status {step.status()}, no error recorded"
 
     def _told(self, record: ExitRecord, attempt: Attempt) -> str:
-        """How a process ended, and where to read more."""
+        """End of a process, in words, with its log."""
         role, _, replica = record.name.rpartition("-")
         return f"{record.cause} (log: {self._layout.log(role, int(replica), attempt.index)})"
 
     def _untold(self, status: int, attempt: Attempt) -> str:
-        """How a controller ended whose record says nothing of a failure."""
+        """End of a controller without a recorded failure, in words."""
         if status:
             return f"the controller ended with status {status}"
         log = self._layout.log("controller", 0, attempt.index)
@@ -252,7 +252,7 @@ class OutcomeClassifier:
         end_requested: bool,
     ) -> Outcome:
         failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
-        # The trainer first: when it fails, the controller does, too.
+        # The trainer first: its failure makes the controller fail, too.
         failed.sort(key=lambda record: not record.name.startswith("trainer"))
         text = self._told(failed[0], attempt) if failed else why or self._untold(status, attempt)
         if end_requested:  # before components are checked: Slurm may be requeueing all of them

@@ -47,9 +47,9 @@ REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS)  # that rea
 
 @contextmanager
 def blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals while the block runs; what is started in it has them blocked until it unblocks them itself.
+    """Block signals in the block; processes started in it have them blocked until they unblock them.
 
-    Python without a handler dies of them, and of SIGINT, where its own start is interrupted, with status 1.
+    Python without a handler dies of them, and of a SIGINT during its start with status 1.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -59,7 +59,7 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
 
 
 class StopSignal(KeyboardInterrupt):
-    """A signal that ends a start before its attempt can begin.  It passes whoever catches every Exception."""
+    """A signal that ends a start before its attempt begins.  Not an Exception: `except Exception` passes it on."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name} has ended this start before the run began")
@@ -74,7 +74,7 @@ class Signals:
     def __init__(self) -> None:
         self.warned = False  # of the time limit
         self.end_requested = False  # after the current step, which is saved
-        self.interrupts = 0  # ends within seconds; a second signal: at once
+        self.interrupts = 0  # 1: end within seconds; 2: at once
         self._reader, self._writer = os.pipe()  # a signal between reading the flags and poll must not be lost
         os.set_blocking(self._writer, False)
         self._poll = select.poll()  # select() knows no descriptor above 1023
@@ -112,7 +112,7 @@ class SlurmSignals(Signals):
     def __init__(self) -> None:
         """Install the handlers.  One instance per process."""
         super().__init__()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, every process seems to end with status 0
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, every process seems to end with status 0
         for number in WARNINGS:
             signal.signal(number, self._warn)
         for number in (*ENDS, signal.SIGINT):
@@ -135,7 +135,7 @@ KILL_PATIENCE_S = 10.0  # for srun to have ended its tasks
 class Tether:
     """Ties processes to a supervisor without Slurm, where no job ends them all."""
 
-    descriptors: tuple[int, ...] = ()  # that each keeps open: the lock of the run directory
+    descriptors: tuple[int, ...] = ()  # kept open by each process: the lock of the run directory
     environment: Mapping[str, str] = field(default_factory=dict)  # on top of the supervisor's
 
 
@@ -145,7 +145,7 @@ class StartedProcesses:
     def __init__(
         self, name: str, words: list[str], processes: frozenset[str], attempt: Attempt, tether: Tether | None = None
     ) -> None:
-        """Start `words`, an srun or a task; processes: names of those that it stands for."""
+        """Start `words`, an srun or a task; processes: names of its processes."""
         self.name, self.processes, self.attempt = name, processes, attempt
         self.role = min(processes).rpartition("-")[0]
         self.asked = False  # to exit
@@ -154,7 +154,7 @@ class StartedProcesses:
         if tether is not None:
             environment = {**os.environ, **tether.environment}
         # In its own session: a signal can be sent to all its processes, and Ctrl-C at a terminal does not reach it.
-        with blocked(() if self.is_srun else REQUESTS):  # a task takes them when it has its handlers
+        with blocked(() if self.is_srun else REQUESTS):  # a task unblocks them when it has its handlers
             self._process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -169,16 +169,16 @@ class StartedProcesses:
         status = self._process.poll()
         if status is not None and not self._is_over:
             self._is_over = True
-            self._send_to_group(signal.SIGKILL)  # what a task that was killed has left behind
+            self._send_to_group(signal.SIGKILL)  # processes left behind by a killed task
         return status if status is None or status >= 0 else 128 - status
 
     def ask_to_leave(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Signal the roles.  srun forwards USR2 to its tasks; SIGTERM would make it kill them."""
+        """Ask the roles to exit.  srun forwards USR2 to its tasks; SIGTERM would make it kill them."""
         self.asked = True
         self._send(signal.SIGUSR2 if self.is_srun else number)
 
     def kill(self) -> None:
-        """Kill it; returns when it has ended."""
+        """Kill the process; returns when it has ended."""
         if self.status() is not None:
             return
         self._send(signal.SIGTERM if self.is_srun else signal.SIGKILL)
@@ -190,7 +190,7 @@ class StartedProcesses:
         self.status()
 
     def wait(self, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
-        """Wait until it has ended; False: it has not ended in time."""
+        """Wait for the end; False: it has not ended in time."""
         return Deadline(patience_s).wait_for(lambda: self.status() is not None, 0.1, sleep)
 
     def _send(self, number: signal.Signals) -> None:
@@ -232,7 +232,7 @@ def start_beside(
 
 
 def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) -> list[str]:
-    # A random.py or types.py where the user is would come before the standard library's.
+    # A random.py or types.py in the user's directory would precede the standard library's.
     unsearched = ["-P"] if sys.version_info >= (3, 11) else []
     words = [sys.executable, "-u", *unsearched, "-m", "launch.supervisor.role_task", "--plan", str(plan.path)]
     words += ["--job", plan.name, "--part", part.name, "--role", role]
@@ -275,8 +275,8 @@ class AttemptStarter:
     def begin(self, is_over: Callable[[], bool], follows: str = "") -> Attempt:
         """Make directories and keys, find the checkpoint to resume from, write attempt.json.
 
-        is_over: whether an attempt is no longer wanted.  follows: owner of the previous attempt, where Slurm does not
-        tell which of two supervisors is the later one.  Raises BeginError.
+        is_over: returns True once an attempt is no longer wanted.  follows: owner of the previous attempt, without
+        Slurm, whose job ids order supervisors.  Raises BeginError.
         """
         program = " ".join([self._program[0], *self._program[-2:]])
         try:
@@ -299,7 +299,7 @@ class AttemptStarter:
         """Run the command; it is killed once it is no longer wanted.  Returns exit status, output, errors."""
         leave_deleted_directory(self._root)
         if not Path(tempfile.gettempdir()).is_dir():
-            tempfile.tempdir = None  # a cleaner has deleted it: Python looks for another
+            tempfile.tempdir = None  # a cleaner may have deleted it: Python looks for another
         deadline = Deadline(BEGIN_S)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
@@ -330,15 +330,15 @@ class AttemptStarter:
 
 
 class Processes:
-    """Starts, watches and ends them.  `controller` is the one of the current attempt."""
+    """Starts, watches and ends the processes of a job.  `controller` is that of the current attempt."""
 
     def __init__(self, plan: JobPart, job: ThisJob, log: Log, signals: Signals, tether: Tether | None) -> None:
         self._plan, self._job, self._log, self._signals, self._tether = plan, job, log, signals, tether
         self.controller: StartedProcesses | None = None
         self._steps: dict[str, StartedProcesses] = {}  # everything else, by name
         self._starts: dict[str, int] = {}  # number of starts of each, in this life
-        self._ends: dict[str, int] = {}  # how often each has ended and was started again by its task, as far as seen
-        self._reported: set[str] = set()  # those whose end was returned by ended()
+        self._ends: dict[str, int] = {}  # number of times that each was restarted by its task, as far as seen
+        self._reported: set[str] = set()  # components whose end was returned by ended()
 
     @property
     def has_controller(self) -> bool:
@@ -388,7 +388,7 @@ class Processes:
                 step.kill()
 
     def ask_all_to_leave(self, spared: str = "") -> list[StartedProcesses]:
-        """Ask everything but the controller, and the role that is spared, to exit; returns what is to end."""
+        """Ask all processes but the controller and the spared role to exit; returns them."""
         left = [step for step in self._steps.values() if step.status() is None and step.role != spared]
         for step in left:
             if not step.asked:
@@ -398,8 +398,8 @@ class Processes:
     def end_all(self, grace_s: float, *, is_wanted: bool, spared: str = "") -> None:
         """End every process of this job; generators hand back their leases, unless Ctrl-C is pressed meanwhile.
 
-        is_wanted: somebody has asked for it, so that a process that has to be killed is no fault of the run.
-        spared: a role that goes on.
+        is_wanted: the end was requested, so that a process that has to be killed is no fault of the run.  spared: a
+        role that goes on.
         """
         if self.controller is not None:
             self.controller.kill()

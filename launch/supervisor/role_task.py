@@ -5,11 +5,11 @@ it).  Starts ``python -m rlhpc.roles ROLE`` with its own log, temporary director
 allows that, and writes an exit record.  Guarantees: exits with the role's exit status and leaves no process of the role
 behind.
 
-Slurm signals every process of a step.  The wrapper ignores these signals: the role receives them too and reacts.  Only
-to a role that outlives attempts it passes srun's notices on as SIGTERM, of which one that still loads ends at once.
+Slurm signals every process of a step.  The wrapper ignores these signals: the role also receives them and reacts.  Only
+to a role that outlives attempts it passes srun's notices on as SIGTERM, which ends a role that still loads at once.
 
-The evaluator is the command `rlhpc evaluate RUN_DIR --follow`: it has a role's log, limits and restarts, and no
-channel: the run knows nothing of it.
+The evaluator is the command `rlhpc evaluate RUN_DIR --follow`: it has a role's log, limits and restarts, but no
+channel to the run.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from rlhpc.protocol.errors import EXIT_ALONE, EXIT_CONFIG, EXIT_INTERRUPTED, Rlh
 
 # ---------------------------------------------------------------------------------------------------------- bounded log
 #
-# Keep a role's log below a bound: of a longer one its beginning and its end stay.
+# Keep a role's log below a bound: only the beginning and the end of a longer one are kept.
 #
 # Input: an open file that other processes append to, all of them from this machine.  Output: the same file, shorter,
-# with a line that says what is left out.  A user's function may print in a loop, for weeks.  The open file counts, not
-# its name: a log that was renamed or deleted is written all the same.  Python 3.9, standard library.
+# with a line about the omitted bytes.  A user's function may print in a loop, for weeks.  Works on the open file, not
+# its name: also if the log was renamed or deleted.  Python 3.9, standard library.
 
 
 LOOK_S = 2.0
@@ -68,7 +68,7 @@ _LONGEST_REMARK = 1000
 
 
 class BoundedLog:
-    """Looks at a file every LOOK_S seconds in a thread.  What was left out before is read from the file itself."""
+    """Checks a file every LOOK_S seconds in a thread.  The number of bytes omitted before is read from the file."""
 
     def __init__(self, name: str, max_bytes: int) -> None:
         """name: of the process, for the line in the file."""
@@ -76,12 +76,12 @@ class BoundedLog:
 
     @contextmanager
     def over(self, file: int) -> Iterator[None]:
-        """Keep a file that is open for reading and appending short while the block runs."""
+        """Keep a file, open for reading and appending, short during the block."""
         is_over = threading.Event()
         thread = threading.Thread(target=self._watch, args=(file, is_over), name="bounded-log", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more threads on this node: the role counts, and its log is shortened at its end
+        except RuntimeError:  # no more threads on this node: run the role, and shorten the log at its end
             is_over.set()
         try:
             yield
@@ -97,13 +97,13 @@ class BoundedLog:
             self.look(file)
 
     def look(self, file: int) -> None:
-        """Shorten the file if it has become too long.  A file that cannot be read or written is left as it is."""
-        with suppress(OSError):  # the run directory was moved or deleted, or its disk fails: the role will say so
+        """Shorten the file if it has become too long.  A file that cannot be read or written is left alone."""
+        with suppress(OSError):  # the run directory was moved or deleted, or its disk fails: the role reports that
             if os.fstat(file).st_size > self._max_bytes:
                 self._shorten(file)
 
     def _shorten(self, file: int) -> None:
-        """What is appended between the last read and the cut is lost: microseconds of one that writes too much."""
+        """Cut the middle out.  Bytes appended between the last read and the cut are lost: microseconds of output."""
         quarter = self._max_bytes // 4
         beginning = os.pread(file, quarter + _LONGEST_REMARK, 0)
         before = _REMARK.search(beginning)
@@ -133,7 +133,7 @@ class BoundedLog:
 
 # --------------------------------------------------------------------------------------------------------- surroundings
 #
-# What a role finds in its environment: its GPUs, its name as a host, and where compilers write.  Python 3.9.
+# A role's environment: its GPUs, its host name for NCCL, and directories of compilers.  Python 3.9.
 
 
 # Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.  Numba
@@ -145,7 +145,7 @@ _CACHES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",
 }
-# Of other vendors: on some sites Slurm sets them along with CUDA_VISIBLE_DEVICES, and libraries obey them.
+# Other vendors' variables: on some sites Slurm sets them along with CUDA_VISIBLE_DEVICES, and libraries use them.
 _FOREIGN = ("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -154,7 +154,7 @@ class TaskError(RlhpcError):
 
 
 def caches_below(directory: Path) -> dict[str, str]:
-    """Variable → place, for what compilers write and read again."""
+    """Variable → directory, for caches of compilers."""
     return {variable: str(directory / name) for variable, name in _CACHES.items()}
 
 
@@ -184,11 +184,11 @@ def name_host(environment: dict[str, str], job_id: int, component: str) -> None:
     """
     # The component too: all of a heterogeneous job have the SLURM_JOB_ID of its leader.
     if not environment.setdefault("NCCL_HOSTID", f"{node_name(environment)}.{job_id}.{component}"):
-        del environment["NCCL_HOSTID"]  # as a name, it would make one host of all nodes
+        del environment["NCCL_HOSTID"]  # an empty name would make one host of all nodes
 
 
 def node_name(environment: Mapping[str, str]) -> str:
-    """This node's name, as Slurm calls it."""
+    """This node's name in Slurm."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -197,8 +197,8 @@ def node_name(environment: Mapping[str, str]) -> str:
 
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
-MAX_STARTS = 4  # of an expendable role without progress in between
-EVALUATOR_NICENESS = 10  # where the run has no GPUs: it takes cores that the run leaves
+MAX_STARTS = 4  # of a dispensable role without progress in between
+EVALUATOR_NICENESS = 10  # without GPUs: it uses cores that the run leaves idle
 PAUSE_S = 5.0  # before the second start; longer before each further one
 POLL_S = 0.2
 ASKED = "asked to leave"  # in the exit record
@@ -208,11 +208,11 @@ _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _LogRefused(RlhpcError):
-    """The log of a role cannot be opened, for longer than is waited for."""
+    """The log of a role could not be opened within the time limit."""
 
 
 class NotNow(RlhpcError):
-    """This node cannot start it at the moment: another may, or a later try."""
+    """Transient start failure: another node, or a later try, may start the process."""
 
 
 def main() -> int:
@@ -263,16 +263,16 @@ class _Task:
         self._bounded = BoundedLog(self._name, plan.limits.log_bytes)
         self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
         self._starts = 0
-        self._held: int | None = None  # open, and locked: its directory for temporary files
+        self._held: int | None = None  # descriptor of its directory for temporary files, locked
         self._is_evaluator = options.role == EVALUATOR
         self._is_expendable = self._is_evaluator or options.role in ("generator", "reward")
-        # What the role is sent for a signal to this process; of the others it has its own, or is to have none.
+        # Signals passed on to the role, by signals to this process; the role receives others itself, or must not.
         self._asks: dict[int, signal.Signals] = {number: number for number in _ENDS}
         if self._is_expendable:
             self._asks.update(dict.fromkeys(WARNINGS, signal.SIGTERM))
 
     def run(self) -> int:
-        """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
+        """Run the role, restarting it if necessary.  Returns its exit status as in a shell (128 + signal)."""
         patiently(self._make_place, self._log.parent)
         patiently(partial(self._record.unlink, missing_ok=True), self._record)
         fruitless, progress = 0, self._progress()
@@ -295,11 +295,11 @@ class _Task:
             if is_over:
                 return status
             if Deadline(PAUSE_S * fruitless).wait_for(lambda: bool(_SIGNALS), POLL_S):
-                self._write_down(0, ASKED)  # a role that starts only now would not hear of it
+                self._write_down(0, ASKED)  # a role that starts only now would not get the signal
                 return 0
 
     def _make_place(self) -> None:
-        """The directory of the log.  Raises TaskError: no run is there any more, and none is begun by a log."""
+        """Make the directory of the log.  Raises TaskError if the run directory is gone: a log must not recreate it."""
         try:
             for directory in (self._log.parent.parent, self._log.parent):
                 directory.mkdir(exist_ok=True)
@@ -309,7 +309,7 @@ class _Task:
             raise
 
     def _has_obeyed(self, status: int) -> bool:
-        """Whether it has ended by a signal that it was sent: it had no handler yet, or is a command, which says 130."""
+        """True if the role ended by a signal sent to it: without a handler yet, or as a command with status 130."""
         if self._is_evaluator and status == EXIT_INTERRUPTED:
             return bool(_SIGNALS)
         return status - 128 in [self._asks.get(number) for number in _SIGNALS]
@@ -317,7 +317,7 @@ class _Task:
     def _may_start_again(self, status: int) -> bool:
         if not self._is_expendable or status in NO_RETRY or _SIGNALS:
             return False
-        if self._is_evaluator:  # of a complete run, too, whose last model is to be evaluated
+        if self._is_evaluator:  # also for a complete run, whose last model is to be evaluated
             return True
         if is_complete(self._plan.layout):
             return False
@@ -333,7 +333,7 @@ class _Task:
             environment["CUDA_VISIBLE_DEVICES"] = self._part.visible_devices[self._name]
         base, temporary = self._temporary_directory()
         environment["TMPDIR"] = str(temporary)
-        if not self._plan.is_local:  # on a machine of one's own, caches in the home directory are worth keeping
+        if not self._plan.is_local:  # on the user's own machine, caches in the home directory are worth keeping
             for variable, place in caches_below(base / "cache").items():
                 environment.setdefault(variable, place)
             name_host(environment, self._job.job_id, self._part.name)
@@ -352,7 +352,7 @@ class _Task:
                 self._pass_on_signals(role)
                 with self._bounded.over(log.fileno()):
                     status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
-                role.returncode = status  # for Popen, which has not seen it end
+                role.returncode = status  # for Popen, which has not waited for it
             end_children()
         except _LogRefused as error:
             raise NotNow(str(error)) from error
@@ -364,12 +364,12 @@ class _Task:
             if self._held is not None:
                 os.close(self._held)
                 self._held = None
-            if not self._plan.is_local:  # whose supervisor has made it
+            if not self._plan.is_local:  # else made by the supervisor
                 leave_node(base)
         return status if status >= 0 else 128 - status
 
     def _pass_on_signals(self, role: subprocess.Popen[bytes]) -> None:
-        """Send it those that came before it was started; and that a generator is to leave, which USR2 asks for, too."""
+        """Pass on signals from before the role's start, and USR2, which asks a generator to leave."""
         if self._is_expendable:
 
             def pass_on(number: int, _: object) -> None:
@@ -401,7 +401,7 @@ class _Task:
         try:
             try:
                 return self._make_temporary_directory()
-            except FileNotFoundError:  # the last task of an earlier step has removed the job's between the two lines
+            except FileNotFoundError:  # an earlier step's last task removed the job's directory between the two lines
                 return self._make_temporary_directory()
         except OSError as error:
             raise NotNow(f"no temporary directory: {error}") from error
@@ -421,7 +421,7 @@ class _Task:
         if self._is_evaluator:
             words = ["-P", "-m", "launch.cli", "evaluate", str(plan.layout.root), "--follow"]
             return [*_bound(self._part.python, base), *words]
-        # -P: else a profile.py or code.py where the user has submitted would be imported by torch.
+        # -P: else torch would import a profile.py or code.py of the directory of submission.
         words = [*_bound(self._part.python, base), "-P", "-m", "rlhpc.roles", options.role]
         words += ["--run-dir", str(plan.layout.root)]
         words += ["--replica", str(self._replica), "--attempt", str(options.attempt)]
@@ -440,14 +440,14 @@ class _Task:
         return EVALUATOR_NICENESS if self._is_evaluator and self._name not in self._part.visible_devices else 0
 
     def _progress(self) -> int:
-        """A number that grows where a start was not in vain: steps of the run, or evaluations of it."""
+        """Measure of progress, which grows if a start was useful: steps of the run, or its evaluations."""
         if self._is_evaluator:
             return seen(lambda: sum(1 for _ in self._plan.layout.evaluations.glob("*/summary.json")), 0)
         progress = read_progress(self._plan.layout)
         return progress.step if progress is not None else -1
 
     def _is_gone(self) -> bool:
-        """Whether the run was moved or deleted."""
+        """True if the run directory was moved or deleted."""
         return seen(partial(is_absent, self._plan.layout.root), False)
 
     def _last_words(self) -> str:
@@ -471,19 +471,19 @@ class _Task:
         try:
             patiently(partial(write_exit_record, self._record, record), self._record, is_over=self._is_gone)
         except OSError as error:
-            if not self._is_gone():  # else the controller has said so
+            if not self._is_gone():  # else the controller has reported it
                 sys.stderr.write(f"rlhpc task: {self._record} not written: {error.strerror or error}\n")
 
 
 def _bound(python: Sequence[str], base: Path) -> list[str]:
-    """The interpreter; in an image, with the job's directory on this node mounted, for TMPDIR and caches."""
-    if python[0] != "apptainer" or Path("/tmp") in base.parents:  # which is visible in every image
+    """Words of the interpreter; for an image, with the job's directory on this node bound, for TMPDIR and caches."""
+    if python[0] != "apptainer" or Path("/tmp") in base.parents:  # /tmp is visible in every image
         return [*python]
     return [*python[:2], "--bind", str(base), *python[2:]]
 
 
 def leave_node(base: Path) -> None:
-    """Delete the job's temporary directory on this node after the last of its processes, and what killed ones left."""
+    """Delete the job's temporary directory on this node after its last process, with files of killed ones."""
     with contextlib.suppress(OSError), _locked(base):  # another task of this node may have done the same
         is_empty = True
         for path in [path for path in base.iterdir() if path.name != "cache"]:
@@ -498,10 +498,10 @@ def leave_node(base: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(base: Path) -> Iterator[None]:
-    """Have no other task delete a directory that this one makes in it.  Raises FileNotFoundError: one has done so."""
+    """Lock a directory, so that no other task deletes it in the block.  Raises FileNotFoundError: one has done so."""
     descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: nothing of others is deleted there
+        with contextlib.suppress(OSError):  # a file system without locks: there tasks delete nothing of others
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not os.path.samestat(os.fstat(descriptor), base.stat()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(base))
@@ -511,9 +511,9 @@ def _locked(base: Path) -> Iterator[None]:
 
 
 def _held(directory: Path, *, waits: bool = False) -> int | None:
-    """A process's directory, open and locked until it is closed, which systemd-tmpfiles leaves alone, too.
+    """Descriptor of a process's directory, locked until it is closed; systemd-tmpfiles does not clean a locked one.
 
-    waits: for a cleaner that looks at it.  None: a living task has it, or there are no locks.
+    waits: for a cleaner that has it locked.  None: a living task has it, or there are no locks.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -537,19 +537,19 @@ def base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def own_directory(base: Path) -> Path:
-    """Make it, mode 0700, if it is not there.  Raises TaskError: others can reach it."""
+    """Make a directory of mode 0700 if it does not exist.  Raises TaskError: others can reach it."""
     base.mkdir(mode=0o700, exist_ok=True)
-    owner = base.lstat()  # of a link to a directory of ours, which anybody can put there, stat would say nothing wrong
+    owner = base.lstat()  # stat would accept a link to a directory of ours, which anybody can make
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077 or not stat.S_ISDIR(owner.st_mode):
         raise TaskError(f"{base}: is a link, belongs to another user or is accessible to others; remove it")
     return base
 
 
 def _before_the_role(parent: int, niceness: int) -> None:
-    """Runs in the role's process before its program: Slurm's warning signals must not kill a role without a handler.
+    """Prepare the role's process before its program: Slurm's warning signals must not kill a role without a handler.
 
-    An interrupt waits until its Python has started, which would end with status 1 (rlhpc/roles/__main__.py).  The role
-    dies with this process; once it has started, by the signal that it chooses itself (lifecycle.py).
+    An interrupt waits until its Python has started, which would else end with status 1 (rlhpc/roles/__main__.py).  The
+    role dies with this process; once it has started, by the signal that it chooses itself (lifecycle.py).
     """
     for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
@@ -559,8 +559,8 @@ def _before_the_role(parent: int, niceness: int) -> None:
 
 
 def _outlive_signals() -> None:
-    """Ignore signals meant for the role, die with the supervisor, and outlive everything that the role starts."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who has started us, it would hide how the role ends
+    """Ignore signals meant for the role, die with the supervisor, and adopt the role's orphans."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, it would hide the role's exit status
     for number in REQUESTS:
         signal.signal(number, lambda number, _: _SIGNALS.append(number))  # not SIG_IGN: the role would inherit that
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)  # the supervisor has blocked them (steps.py)

@@ -1,1 +1,1 @@
-"""Whether the files of a run are whole and agree with each other: `rlhpc audit` and `rlhpc check RUN_DIR`."""
+"""Check that the files of a run are whole and consistent: `rlhpc audit` and `rlhpc check RUN_DIR`."""

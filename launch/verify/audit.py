@@ -32,8 +32,8 @@ from rlhpc.training.checkpoint_directory import KnownCheckpoints
 
 
 SOUND, DAMAGE = 0, 1
-QUIET_S = 2.0  # what is done sooner needs no progress
-EVERY_S = 10.0  # between lines where the stream is no terminal
+QUIET_S = 2.0  # shorter work shows no progress
+EVERY_S = 10.0  # between lines if the stream is no terminal
 
 
 def check_run_directory(options: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def check_run_directory(options: argparse.Namespace) -> int:
 
 
 class ProgressNote:
-    """Says what is being read: one changing line on a terminal, a line now and then elsewhere."""
+    """Shows the file being read: one changing line on a terminal, a line now and then elsewhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._is_terminal = stream, stream.isatty()
@@ -52,7 +52,7 @@ class ProgressNote:
         self._width = 0
 
     def __call__(self, text: str) -> None:
-        """Say it, unless something was said a moment ago."""
+        """Show a line, unless another was shown a moment ago."""
         now = time.monotonic()
         if now - self._said_at < (0.1 if self._is_terminal else EVERY_S):
             return
@@ -66,7 +66,7 @@ class ProgressNote:
         self._width = max(self._width, width)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._is_terminal and self._width:
             self._stream.write(f"\r{'':<{self._width}}\r")
             self._stream.flush()
@@ -110,9 +110,9 @@ def files_as_document(layout: RunLayout, rows: Sequence[Row], *, is_damaged: boo
 
 
 def audit_run(layout: RunLayout, depth: Depth, progress: Progress) -> Audit:
-    """Look at everything; progress is told what is being read.
+    """Audit a run; progress: called with the file being read.
 
-    Raises RunDirectoryError: not a run directory, or it is started again and again meanwhile; OSError.
+    Raises RunDirectoryError: not a run directory, or it is restarted again and again meanwhile; OSError.
     """
     layout.require_run()
     lost = LostRollouts(layout.rollouts)
@@ -146,7 +146,7 @@ def audit_run(layout: RunLayout, depth: Depth, progress: Progress) -> Audit:
 
 # -------------------------------------------------------------------------------------------------------- before resume
 #
-# The quick audit at the beginning of a resume: refuse what resuming would make worse, warn of the rest.
+# The quick audit at the beginning of a resume: refuse if resuming would do harm, else warn.
 #
 # Input: a run directory and the point to resume from.  Reads the segments after the newest checkpoint, and the last
 # ones before it.  A resume is refused if it would train something a second time: if the chosen checkpoint has groups
@@ -160,13 +160,13 @@ DEPTH = Depth(is_quick=True, last_segments=16)
 def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Callable[[str], None]) -> None:
     """Audit the point that a resume starts from; tell is called with each warning.
 
-    Raises RunDirectoryError: the resume would train something a second time.
+    Raises RunDirectoryError if the resume would train groups or steps a second time.
     """
     if not layout.is_run or resume_from.from_start:
         return
     try:
-        audit = audit_run(layout, DEPTH, lambda _: None)  # quick: there is no progress to tell
-    except (RlhpcError, OSError) as error:  # a resume that needs it reports it better
+        audit = audit_run(layout, DEPTH, lambda _: None)  # quick: no progress is shown
+    except (RlhpcError, OSError) as error:  # the resume itself reports it better, if it matters
         tell(f"the history of the run cannot be audited: {error}")
         return
     forbidding = [each for check in audit.checks for each in check.offences if each.forbids_going_on]

@@ -1,12 +1,12 @@
-"""Everything that an audit reads, in an order that gives no false alarms on a running run.
+"""All files that an audit reads, in an order that gives no false alarms on a running run.
 
     attempts ─▶ events ─▶ journal ─▶ checkpoints ─▶ segments ─▶ events again ─▶ attempts again
 
 A run writes in a fixed order: rollouts, then the event about them; segments, then the checkpoint that relies on them;
-then it deletes journal files that the checkpoint makes superfluous.  Reading in the order above finds everything that
-was written by then: what an event is about is in the journal, which is read after it, or in the checkpoint and
-segments, which are read later still.  Where segments are ahead of the first look at the events, the second look catches
-up.  A resume moves files; if one began meanwhile, everything is read again.
+then it deletes journal files that the checkpoint makes superfluous.  Reading in the order above finds everything
+written before: rollouts of an event are in the journal, which is read after it, or in the checkpoint and segments,
+which are read later still.  If segments are ahead of the first reading of the events, the second one catches up.  A
+resume moves files; if one began meanwhile, everything is read again.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from rlhpc.training.checkpoint_directory import (
 
 # -------------------------------------------------------------------------------------------------------------- journal
 #
-# The rollouts of the journal as columns: which have arrived, and which of them count.
+# The rollouts of the journal as columns: all arrived ones, and those that count.
 #
-# Input: rollouts/journal_*.log.  Output: a number or two for each rollout.  The quick way looks at no tokens; the full
-# way verifies every checksum, and leaves damaged rollouts out.
+# Input: rollouts/journal_*.log.  Output: a few numbers for each rollout.  The quick way reads no tokens; the full way
+# verifies every checksum, and leaves damaged rollouts out.
 
 
 MEMBERS = 1 << 20  # group · MEMBERS + sample is the key of a rollout
@@ -74,7 +74,7 @@ JOURNAL_ROW = np.dtype(
 
 @dataclass(slots=True)
 class JournalEvidence:
-    """Rollouts on disk that no segment may have yet."""
+    """Rollouts of the journal, which segments may not have yet."""
 
     paths: list[Path] = field(default_factory=list)
     rows: NDArray[Any] = field(default_factory=lambda: np.empty(0, JOURNAL_ROW))  # those that count, in order
@@ -86,13 +86,13 @@ class JournalEvidence:
         return keys_of(self.rows["group"], self.rows["sample"])
 
     def offence_at(self, row: NDArray[np.void] | np.void, text: str) -> Offence:
-        """One of a rollout, at its row of `rows`."""
+        """Offence of a rollout, at its row of `rows`."""
         file = f"rollouts/{self.paths[int(row['file'])].name}"
         return Offence(text, group=int(row["group"]), sample=int(row["sample"]), file=file, row=int(row["row"]))
 
 
 def keys_of(groups: NDArray[Any], samples: NDArray[Any]) -> NDArray[np.int64]:
-    """A number for each rollout."""
+    """Keys of rollouts: group · MEMBERS + sample."""
     result: NDArray[np.int64] = groups.astype(np.int64) * MEMBERS + samples
     return result
 
@@ -104,7 +104,7 @@ def read_journal_evidence(rollouts: Path, events: EventEvidence, *, is_quick: bo
         try:
             content = read_journal(path, is_mapped=True, is_verified=False) if is_quick else read_settled_journal(path)
         except JournalError as error:
-            if path.exists():  # else a checkpoint has made it superfluous meanwhile
+            if path.exists():  # else deleted, since a checkpoint has made it superfluous
                 found.unreadable.append(str(error))
             continue
         rows = rollout_rows(content, is_quick=is_quick)
@@ -126,7 +126,7 @@ def _that_count(rows: NDArray[Any], fold: EventFold) -> NDArray[Any]:
 
 
 def rollout_rows(content: JournalContent, *, is_quick: bool) -> NDArray[Any]:
-    """The rollouts of a file as JOURNAL_ROW, without file and row.  is_quick: not looking at their versions."""
+    """The rollouts of a file as JOURNAL_ROW, without file and row.  is_quick: without versions of tokens."""
     rows = np.zeros(len(content.records), JOURNAL_ROW)
     rows["oldest"] = rows["newest"] = -1
     rows["is_sorted"] = True
@@ -144,7 +144,7 @@ def rollout_rows(content: JournalContent, *, is_quick: bool) -> NDArray[Any]:
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
 #
-# Groups in the checkpoints of a run: open ones, and how many were trained or dropped before.
+# Groups in the checkpoints of a run: open ones, and numbers of trained and dropped ones.
 #
 # Input: checkpoints/step_*/{COMPLETE, controller.json, buffered.h5}.  The quick way compares sizes of files, the full
 # way reads every byte.
@@ -163,20 +163,20 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvidence:
-    """One checkpoint that a resume may go on from."""
+    """A checkpoint that a resume may continue from."""
 
     name: str
     step: int
     version: int
-    next_group: int  # all below it were admitted
+    next_group: int  # all groups below it were admitted
     open_groups: dict[int, SavedGroup]
     num_trained: int
     dropped: dict[str, int]
-    next_segment: int  # those below it hold what was trained or dropped
+    next_segment: int  # segments below it have the trained and dropped groups
     position: Position
     num_drawn: int  # prompts
     totals: Totals
-    manifest_step: int  # as COMPLETE says
+    manifest_step: int  # in COMPLETE
     manifest_version: int
     buffered: NDArray[np.int64]  # keys of the rollouts in buffered.h5
 
@@ -191,12 +191,12 @@ class Checkpoints:
 
     @property
     def newest(self) -> CheckpointEvidence | None:
-        """The one that a resume goes on from; None: it begins at step 0, or is refused."""
+        """The checkpoint that a resume continues from; None: it begins at step 0, or is refused."""
         return self.sound[0] if self.sound else None
 
 
 def read_checkpoints(layout: RunLayout, *, is_quick: bool) -> Checkpoints:
-    """The checkpoints that exist now.  Raises OSError; FileNotFoundError: one disappeared meanwhile, read again."""
+    """The checkpoints that exist now.  Raises OSError; FileNotFoundError: one was deleted meanwhile, read again."""
     found = Checkpoints()
     known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=0 if is_quick else math.inf)
     for state in known.newest_first():
@@ -258,9 +258,8 @@ def _saved_group(state: dict[str, Any]) -> SavedGroup:
 #
 # The segments of a run as columns over all groups, read one file at a time.
 #
-# Input: rollouts/segment_*.h5, all schemas.  Output: what became of each group and where it is stored, rules that its
-# members break, and how long completions were.  Tokens of one file are in memory at a time; what stays is 60 bytes a
-# group.
+# Input: rollouts/segment_*.h5, all schemas.  Output: fate and place of each group, rules broken by its members, and
+# lengths of completions.  Tokens of one file are in memory at a time; 60 bytes a group are kept.
 
 
 GROUP_COLUMNS = ("group_id", "prompt_id", "admitted_version", "consumed_step", "drop_reason", "trained_version", "applied", "group_size", "rollout_offsets")  # fmt: skip  # noqa: E501
@@ -275,7 +274,7 @@ SEGMENT_ROW = np.dtype(
         ("version", "<i8"),  # that was trained; -1: none
         ("applied", "<i4"),
         ("num_members", "<i4"),
-        ("size", "<i4"),  # members that were wanted
+        ("size", "<i4"),  # wanted members
         ("attempt", "<i4"),
         ("index", "<i4"),  # of the segment
         ("row", "<i4"),  # in `groups`
@@ -287,7 +286,7 @@ SEGMENT_ROW = np.dtype(
 
 @dataclass(slots=True)
 class SegmentEvidence:
-    """What became of groups, according to segments."""
+    """Fates of groups, according to segments."""
 
     parts: list[NDArray[Any]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -299,13 +298,13 @@ class SegmentEvidence:
 
     @property
     def rows(self) -> NDArray[Any]:
-        """One row per group, in the order in which they were resolved."""
+        """Rows, one per group, in the order in which they were resolved."""
         if len(self.parts) != 1:
             self.parts = [joined(self.parts, SEGMENT_ROW)]
         return self.parts[0]
 
     def read(self, path: Path, index: int, group_size: int, *, is_quick: bool, witness: Witness | None = None) -> None:
-        """Add a file; one that is damaged is noted, one that is gone is not.  witness: sees each file's rollouts."""
+        """Add a file; a damaged one is noted, a deleted one is not.  witness: called with each file's rollouts."""
         names = [f"groups/{name}" for name in GROUP_COLUMNS] + [f"rollouts/{name}" for name in MEMBER_COLUMNS]
         try:
             names += [] if is_quick else ["rollouts/versions"]
@@ -349,7 +348,7 @@ class SegmentEvidence:
         return self.reasons.index(reason)
 
     def _accuse_samples(self, rows: NDArray[Any], owner: NDArray[Any], samples: NDArray[Any]) -> None:
-        """Report members that are outside their group's size, and those that are there twice."""
+        """Report members beyond their group's size, and duplicates."""
         sizes = rows["size"][owner]
         for row in np.flatnonzero((samples < 0) | (samples >= sizes)):
             self._accuse(f"of a group of {sizes[row]}", rows, owner, samples, int(row))
@@ -402,13 +401,13 @@ def added(left: NDArray[np.int64] | None, right: NDArray[np.int64]) -> NDArray[n
 
 
 def offence_at(row: NDArray[np.void] | np.void, text: str, *, forbids_going_on: bool = False) -> Offence:
-    """One of a group, at its row of SegmentEvidence.rows."""
+    """Offence of a group, at its row of SegmentEvidence.rows."""
     group, step, file = int(row["group"]), int(row["step"]), segment_name(int(row["index"]))
     return Offence(text, group, step, file=file, row=int(row["row"]), forbids_going_on=forbids_going_on)
 
 
 def fate_at(step: int) -> str:
-    """What became of a group, in words; below 0: no step trained it."""
+    """Fate of a group, in words; step below 0: not trained."""
     return f"trained at step {step}" if step >= 0 else "dropped"
 
 
@@ -420,14 +419,14 @@ def segment_name(index: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- evidence
 
 
-Progress = Callable[[str], None]  # is told what is being read
+Progress = Callable[[str], None]  # called with the file being read
 Found = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None]
-MOST_LOOKS = 5  # at a run that is started over and over meanwhile
+MOST_LOOKS = 5  # at a run that is restarted again and again
 
 
 @dataclass(slots=True)
 class Evidence:
-    """What the files of a run say."""
+    """Content of a run's files."""
 
     layout: RunLayout
     config: Config
@@ -438,9 +437,9 @@ class Evidence:
     checkpoints: Checkpoints
     segments: SegmentEvidence
     missing_segments: list[int] = field(default_factory=list)
-    first_segment: int = 0  # earlier ones were not looked at
+    first_segment: int = 0  # earlier ones were not read
     contradictions: list[Offence] = field(default_factory=list)  # between journal and segments
-    is_being_resumed: bool = False  # files are being set aside, or that was interrupted
+    is_being_resumed: bool = False  # files are being set aside, perhaps by an interrupted resume
 
     @property
     def delivered_keys(self) -> NDArray[np.int64]:
@@ -451,7 +450,7 @@ class Evidence:
     def sizes(self, num_groups: int) -> NDArray[np.int64]:
         """Rollouts wanted of each group, by id, from events, the newest checkpoint and segments.
 
-        For a group of which nothing is known, the largest legal size.
+        For an unknown group, the largest legal size.
         """
         told = column(self.events.fold.admitted, num_groups, lambda admitted: admitted.size)
         sizes = np.where(told < 0, self.config.largest_group, np.maximum(told, self.config.admission.group_size))
@@ -466,14 +465,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How much is read."""
+    """Extent of an audit."""
 
     is_quick: bool = False  # no payload: neither tokens nor checksums
     last_segments: int | None = None  # before the newest checkpoint; None: all
 
 
 def gather(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> Evidence:
-    """Read a run; found: is told keys, lengths and rewards of the rollouts in segments.
+    """Read a run; found: called with keys, lengths and rewards of the rollouts in segments.
 
     Raises ConfigError: config.json is damaged; RunDirectoryError: it keeps changing; OSError.
     """
@@ -528,13 +527,13 @@ def _read_segments(evidence: Evidence, depth: Depth, progress: Progress, found: 
 def _numbered(rollouts: Path) -> list[tuple[int, Path]]:
     try:
         paths = segment_paths(rollouts)
-    except SegmentError:  # one is missing: said elsewhere
+    except SegmentError:  # one is missing: reported elsewhere
         paths = sorted(rollouts.glob("segment_*.h5"))
     return [(int(path.stem.removeprefix("segment_")), path) for path in paths]
 
 
 class _Witness:
-    """Compares rollouts of segments with those of the journal: they are written twice."""
+    """Compares rollouts of segments with those of the journal, since they are written twice."""
 
     def __init__(self, evidence: Evidence, found: Found) -> None:
         self._evidence, self._found = evidence, found
@@ -568,7 +567,7 @@ class _Witness:
 
 
 def _stamp(layout: RunLayout) -> tuple[object, ...]:
-    """Changes when a resume begins or moves a file."""
+    """Value that changes when a resume begins or moves a file."""
     aside = sorted(layout.rollouts.glob("lost_attempt_*/*")) if layout.rollouts.is_dir() else []
     renamed = sorted(path.name for path in layout.checkpoints.glob("step_*.*")) if layout.checkpoints.is_dir() else []
     return layout.attempts.read_bytes() if layout.attempts.exists() else b"", tuple(aside), tuple(renamed)

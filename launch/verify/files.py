@@ -1,8 +1,8 @@
-"""`rlhpc check RUN_DIR`: read everything that a run has written and report what is damaged.
+"""`rlhpc check RUN_DIR`: read all files that a run has written and report damage.
 
 Input: the directory of a run, alive or not.  Output: one row per item checked.
-Guarantees: it changes nothing.  What a live run writes or deletes meanwhile is no damage: files count once they have
-their final names, and files deleted before they could be read are left out.
+Guarantees: it changes nothing.  Writes and deletions of a live run are no damage: files count once they have their
+final names, and files deleted before they could be read are left out.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from rlhpc.transport.security import refuse_loose_keys
 #
 #     rollouts/partials_NNNNNN.log ─▶ rows of `rlhpc check RUN_DIR`
 #
-# Guarantees: a run that is going on, or was killed, is sound: the end of a file may be half written, and it is deleted
-# once the next one holds what is running.
+# Guarantees: a running or killed run is sound: the end of a file may be half written, and a file is deleted once the
+# next one has the running rollouts.
 
 
 def partial_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
@@ -56,7 +56,7 @@ def partial_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
             file = read_partial_file(path)
             file = read_partial_file(path) if file.log.damage else file  # perhaps it was being written
         except JournalError as error:
-            if path.exists():  # else the next one has taken its place meanwhile
+            if path.exists():  # else replaced by the next one meanwhile
                 is_sound = False
                 yield Row("partials", path.name, FileVerdict.DAMAGED, str(error))
             continue
@@ -83,7 +83,7 @@ def _damage_of(file: PartialFile) -> Row:
 
 
 def check_run(layout: RunLayout, progress: ReadProgress) -> list[Row]:
-    """Look at everything; progress is told what is being read.  Raises RunDirectoryError: not a run directory."""
+    """Check all files; progress: called with the file being read.  Raises RunDirectoryError: not a run directory."""
     layout.require_run()
     first = first_rollout(layout)
     parts = (_rights, _settings, _inputs, _attempts, _checkpoints, _segments)
@@ -102,7 +102,7 @@ def chosen_step(rows: list[Row]) -> int | None:
 
 
 def _rights(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
-    """What other users may do here."""
+    """Rows on the rights of other users."""
     if text := openness(layout.root, looks_inside=True).text:
         yield Row("rights", layout.root.name, FileVerdict.NOTE, text)
     owner = layout.root.stat().st_uid
@@ -185,7 +185,7 @@ def _checkpoints(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
 
 
 def checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
-    """What is said of one checkpoint; is_chosen: a resume starts from it."""
+    """Row of a checkpoint; is_chosen: a resume starts from it."""
     name = state.path.name
     match state.fate:
         case Fate.SOUND:
@@ -224,11 +224,11 @@ def _segments(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
 
 
 def _segments_that_are_needed(layout: RunLayout, step: int | None) -> Iterator[Row]:
-    """The segments that the chosen checkpoint counts on, which a gap at their end would not show."""
+    """Rows on missing segments that the chosen checkpoint needs, if the last ones are missing, which leaves no gap."""
     try:
         first_free = 0 if step is None else int(read_saved_state(layout, step).buffer["next_segment_index"])
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return  # it was pruned meanwhile, or is not of this version: a resume will say so
+        return  # it was pruned meanwhile, or is of another version: a resume reports it
     missing = [index for index in range(first_free) if not layout.segment(index).exists()]
     if missing:
         text = f"{layout.segment(missing[0])} is missing: the checkpoint of step {step} was taken after {first_free}"
@@ -236,7 +236,7 @@ def _segments_that_are_needed(layout: RunLayout, step: int | None) -> Iterator[R
 
 
 def _leftovers(layout: RunLayout) -> Iterator[Row]:
-    """What no resume looks at."""
+    """Rows on files that no resume reads."""
     for path in what_was_set_aside(layout.checkpoints):
         yield Row("leftovers", path.name, FileVerdict.NOTE, f"set aside, {_size_of(path)}; no longer needed")
     for path in leftovers_of(layout.checkpoints):
@@ -271,13 +271,13 @@ def _size_of(directory: Path) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- files
 #
-# Whether the files that an audit relies on are whole, as `rlhpc check RUN_DIR` sees it.
+# Check that the files that an audit relies on are whole, as `rlhpc check RUN_DIR` does.
 #
-# Input: Evidence.  Quick: what can be opened, and sizes of checkpoints; otherwise every checksum.
+# Input: Evidence.  Quick: whether files can be opened, and sizes of checkpoints; otherwise every checksum.
 
 
 def files(evidence: Evidence, progress: Progress) -> Check:
-    """Name what is missing or damaged."""
+    """List missing and damaged files."""
     check = Check("files")
     rollouts, read = evidence.layout.rollouts.name, "sizes and heads" if evidence.is_quick else "checksums"
     for index in evidence.missing_segments:

@@ -1,7 +1,7 @@
 """The law: every group that was drawn is in exactly one of {trained, dropped, buffered, in flight}.
 
-Input: Evidence.  Output: where each group is, from the strongest witness to the weakest: a segment, the events since
-the newest checkpoint, that checkpoint, an admission.
+Input: Evidence.  Output: the place of each group, by the strongest evidence: a segment, the events since the newest
+checkpoint, that checkpoint, an admission.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rlhpc.buffer.lost_leases import LostLeaseFile
 
 # --------------------------------------------------------------------------------------------------------------- poison
 #
-# Prompts that generators or reward workers died of, and groups that were dropped because nothing could judge them.
+# Prompts on which generators or reward workers died, and groups that were dropped for lack of a verdict.
 #
-# Input: Evidence, lost_leases.jsonl.  Nothing here is a violation; what was dropped for one of these reasons was not
+# Input: Evidence, lost_leases.jsonl.  Nothing here is a violation; groups dropped for one of these reasons were not
 # trained.
 
 
@@ -78,7 +78,7 @@ class Places:
     """The place of every group."""
 
     of: NDArray[np.int8]  # by group
-    first: int  # the first group that is accounted for: earlier ones were not looked at
+    first: int  # the first group that is accounted for: earlier ones were not checked
     dropped: dict[str, int]  # reason → groups
     num_beyond: int  # groups in segments that neither events nor checkpoint know yet
 
@@ -88,7 +88,7 @@ class Places:
 
 
 def conservation(evidence: Evidence) -> tuple[Check, Places]:
-    """Put every group in its place, and accuse those that have none or two."""
+    """Determine the place of every group, and report groups without a place or with two."""
     check = Check("conservation")
     events, newest = evidence.events, evidence.checkpoints.newest
     rows = evidence.segments.rows
@@ -123,7 +123,7 @@ def conservation(evidence: Evidence) -> tuple[Check, Places]:
 
 
 def _is_in(groups: Mapping[int, object], length: int) -> NDArray[np.bool_]:
-    """Whether each group from 0 to length − 1 is in it."""
+    """Mask [length] of the groups from 0 to length − 1 that are in a mapping."""
     is_there: NDArray[np.bool_] = column(groups, length, lambda _: 1) > 0
     return is_there
 
@@ -146,7 +146,7 @@ def _place_of_steps(evidence: Evidence, steps: NDArray[np.int64]) -> NDArray[np.
 
 
 def _reasons(evidence: Evidence, of: NDArray[np.int8], reason_of: NDArray[np.int64]) -> dict[str, int]:
-    """Groups that are dropped by reason: a segment's, or else that of the event."""
+    """Number of dropped groups by reason: a segment's, or else that of the event."""
     is_sealed, dropped = reason_of >= 0, Counter[str]()
     for number in reason_of[(of == DROPPED) & is_sealed].tolist():
         dropped[evidence.segments.reasons[number]] += 1
@@ -184,7 +184,7 @@ def _first_group(evidence: Evidence) -> int:
     newest = evidence.checkpoints.newest
     if not evidence.first_segment or newest is None:
         return 0
-    return newest.next_group  # resolved ones below it may stand in segments that were not read
+    return newest.next_group  # resolved groups below it may be in segments that were not read
 
 
 def _accuse_missing(check: Check, evidence: Evidence, places: Places, step_of: NDArray[np.int64]) -> None:
@@ -205,18 +205,18 @@ def _accuse_missing(check: Check, evidence: Evidence, places: Places, step_of: N
     known[sealed[sealed < newest.next_group]] = True
     known[[group for group in newest.open_groups if group < newest.next_group]] = True
     for group in (np.flatnonzero(~known[places.first :]) + places.first).tolist():
-        if places.of[group] != MISSING:  # said already
+        if places.of[group] != MISSING:  # already reported
             fate = fate_at(step_of[group]) if places.of[group] == TRAINED else WORDS[places.of[group]]
             text = f"group {group}, {fate} by the events, is in no segment, and not open in {newest.name}"
             check.accuse(Offence(text, group=group, step=int(step_of[group])))
 
 
 def _accuse_never_admitted(check: Check, evidence: Evidence, places: Places) -> None:
-    """Groups are admitted in order: from the first admission on that events have, they must have all."""
+    """Report missing admissions: groups are admitted in order, so events have all from their first one on."""
     events, newest = evidence.events, evidence.checkpoints.newest
     if not events.are_whole or not (events.knows_all or events.num_admitted):
         return
-    num_known = max(events.num_admitted, newest.next_group if newest else 0)  # its events were on disk before it
+    num_known = max(events.num_admitted, newest.next_group if newest else 0)  # events are on disk before a checkpoint
     is_known = _is_in(events.fold.admitted, num_known)
     for group in (np.flatnonzero(~is_known[events.first_admitted :]) + events.first_admitted).tolist():
         if places.of[group] != MISSING or group < places.first:
@@ -232,7 +232,7 @@ def _accuse_open_at_end(check: Check, evidence: Evidence, places: Places) -> Non
 
 # ------------------------------------------------------------------------------------------------------------ agreement
 #
-# Compare checkpoints with segments, and what several files record of the same group.
+# Compare checkpoints with segments, and records of the same group in several files.
 #
 # Input: Evidence.  A checkpoint is a cut of the run: a group admitted before it is either open in it, or in a segment
 # that it relies on, and never both.
@@ -320,7 +320,7 @@ def _compare_members(check: Check, evidence: Evidence, saved: CheckpointEvidence
 
 
 def identities(evidence: Evidence, places: Places) -> Check:
-    """Compare what segments, events, checkpoints and journal say of each group: its prompt, its version at admission.
+    """Compare each group's prompt and version at admission in segments, events, checkpoints and journal.
 
     Prompts of a dataset are drawn in one order, so that their numbers grow with those of the groups.
     """
@@ -358,7 +358,7 @@ def identities(evidence: Evidence, places: Places) -> Check:
 
 
 def _num_groups(evidence: Evidence, num_drawn: int) -> int:
-    """One more than the highest id that anything names."""
+    """Number of groups: one more than the highest id in any file."""
     named = [int(evidence.journal.rows["group"].max(initial=-1))]
     named += [group for saved in evidence.checkpoints.sound[:1] for group in saved.open_groups]
     return max(num_drawn, max(named) + 1)
@@ -390,7 +390,7 @@ def _compare_journal(check: Check, evidence: Evidence, prompts: Groups, versions
         said = known[rows["group"]]
         # A rollout of a group that a later attempt admitted again: the first admission never reached the disk.
         is_void = rows["attempt"] < admitted_by
-        if name == "admitted_version":  # the group came back, and the rollout arrived before its turn
+        if name == "admitted_version":  # a restored group, whose rollout arrived before its turn
             is_void |= first_version_of == rows[name]
         differs = (said >= 0) & (said != rows[name]) & ~is_void
         differs &= events.are_whole  # otherwise a restart takes a neighbour's version
@@ -406,12 +406,11 @@ def _compare_journal(check: Check, evidence: Evidence, prompts: Groups, versions
 # Members of groups, staleness, and the versions that tokens were sampled with.
 #
 # Input: Evidence.  A version is published once the step that makes it is applied.  So no token may be of a later
-# version than the one trained by the step that used it, nor of an earlier one than was live when its group was
-# admitted.
+# version than the one trained by its step, nor of an earlier one than was live at its group's admission.
 
 
 def members(evidence: Evidence, places: Places) -> Check:
-    """Each trained group has exactly the distinct samples that were wanted of it."""
+    """Check that each trained group has exactly the wanted samples, without duplicates."""
     check = Check("members")
     rows = evidence.segments.rows
     for offence in evidence.segments.offences:
@@ -449,7 +448,7 @@ def _look_at_journal(check: Check, evidence: Evidence) -> None:
 def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
     """Check that groups trained after the newest checkpoint are in the journal, or in the checkpoint's buffer.
 
-    Only for steps that were trained at the first look, since the journal was read after it.  Returns their number.
+    Only for steps trained at the first reading of events, since the journal was read after it.  Returns their number.
     """
     if evidence.is_being_resumed:
         check.remarks.append(
@@ -479,7 +478,7 @@ def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
 
 
 def staleness(evidence: Evidence) -> Check:
-    """How far the version trained is from that of the admission, and of the oldest token, of each trained group."""
+    """Check the staleness of each trained group: from its admission, and from its oldest token."""
     check = Check("staleness")
     rows, bound = evidence.segments.rows, evidence.config.admission.max_staleness
     trained = rows[(rows["step"] >= 0) & (rows["version"] >= 0)]
@@ -523,7 +522,7 @@ def _look_at_oldest_tokens(check: Check, trained: NDArray[np.void], bound: int) 
 
 
 def versions(evidence: Evidence, places: Places, course: Course) -> Check:
-    """Every version that a token or an admission names was published."""
+    """Check that every version of a token or an admission was published."""
     check = Check("weight versions")
     rows, events = evidence.segments.rows, evidence.events
     newest = max([course.version, *(known.next_version for _, _, known in events.trained_steps())])

@@ -1,6 +1,6 @@
-"""The result of an audit: for each check, what was examined and what violates it.
+"""The result of an audit: for each check, the examined items and the violations.
 
-Knows no files.  Violations are counted in full but kept up to a limit, so that a ruined run fits into memory.
+Independent of files.  All violations are counted but kept up to a limit, so that a ruined run fits into memory.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 # The rows of `rlhpc check RUN_DIR`: the result for one item.
 
 
-ReadProgress = Callable[[str], None]  # is told what is being read
+ReadProgress = Callable[[str], None]  # called with the file being read
 
 
 class FileVerdict(enum.Enum):
-    """What a row comes to."""
+    """Verdict of a row."""
 
     SOUND = "sound"
-    NOTE = "note"  # nothing is wrong with what counts
+    NOTE = "note"  # no relevant damage
     DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was looked at."""
+    """One checked item."""
 
     # settings, inputs, attempts, checkpoints, segments, journal, events, partials, replay, leftovers
     part: str
@@ -43,7 +43,7 @@ def listed(numbers: list[int]) -> str:
 
 
 def from_to(paths: Sequence[Path]) -> str:
-    """The names of files that follow each other: first and last, or the only one."""
+    """Names of consecutive files: first and last, or the only one."""
     first, last = paths[0].stem, paths[-1].stem
     return first if first == last else f"{first} to {last}"
 
@@ -65,7 +65,7 @@ class CheckVerdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Offence:
-    """A violation and its place; -1 and "": it has no such number, or no file."""
+    """A violation and its place; -1 and "": without such a number, or file."""
 
     text: str
     group: int = -1
@@ -73,19 +73,19 @@ class Offence:
     sample: int = -1
     file: str = ""  # relative to the run directory
     row: int = -1  # of `groups` or `rollouts` in a segment, of `rollouts` in the journal; a line, from 1, of events
-    forbids_going_on: bool = False  # a resume from the newest checkpoint would train something a second time
+    forbids_going_on: bool = False  # a resume from the newest checkpoint would train a group or step a second time
 
 
 @dataclass(slots=True)
 class Check:
-    """One named rule of the history of a run."""
+    """A named rule on the history of a run."""
 
     name: str
-    looked_at: str = ""  # what was looked at, in words and counts
+    looked_at: str = ""  # examined items, in words and counts
     remarks: list[str] = field(default_factory=list)
     offences: list[Offence] = field(default_factory=list)
     num_offences: int = 0
-    is_seen: bool = True  # False: it was not looked at
+    is_seen: bool = True  # False: it was not checked
 
     def accuse(self, offence: Offence) -> None:
         """Report a violation."""
@@ -105,7 +105,7 @@ class Check:
 
 @dataclass(slots=True)
 class Audit:
-    """All checks of a run, and how many groups are where."""
+    """All checks of a run, and the numbers of groups per place."""
 
     checks: list[Check]
     places: dict[str, int]  # "drawn", "trained", "buffered", "in_flight", "dropped", "missing" → groups
@@ -113,9 +113,9 @@ class Audit:
     num_steps: int  # trained or skipped
     version: int  # of the policy after them
     resume_step: int | None  # of the newest sound checkpoint
-    lengths: dict[str, dict[str, float]] = field(default_factory=dict)  # what became of rollouts → their lengths
+    lengths: dict[str, dict[str, float]] = field(default_factory=dict)  # fate of rollouts → figures of their lengths
 
     @property
     def is_clean(self) -> bool:
-        """Nothing is violated."""
+        """True if nothing is violated."""
         return all(check.verdict is not CheckVerdict.VIOLATED for check in self.checks)

@@ -1,4 +1,4 @@
-"""Steps: none is missing, none is there twice, each has its groups, and each begins with the version the last one made.
+"""Steps: none is missing or duplicated, each has its groups, and begins with the version made by the one before.
 
 Input: Evidence.  Segments and events agree: segments hold the groups of each attempt in the order in which its events
 resolved them.
@@ -25,17 +25,16 @@ from rlhpc.protocol.errors import JournalError, SegmentError
 
 # -------------------------------------------------------------------------------------------------------------- lengths
 #
-# Whether lost or dropped rollouts are longer or shorter than trained ones: losing by length is a bias.
+# Compare lengths of lost or dropped rollouts with trained ones: losing by length is a bias.
 #
 # Input: completion lengths as histograms.  Output: for each kind, count, mean and median, and a comparison with trained
 # rollouts: the share of pairs in which it is the longer one (Vargha & Delaney 2000; 0.5: no difference), with the
 # rank-sum test's z (Mann & Whitney 1947, ties corrected).
 #
-# Losses that were not intended get a remark if all of this holds: the share is 0.14 from 0.5 or farther, which Vargha
+# Unintended losses get a remark if all of this holds: the share is 0.14 from 0.5 or farther, which Vargha
 # and Delaney call a medium difference; |z| ≥ 4, since rollouts of one group resemble each other and a test that
-# assumes independence overstates; and they are at least 1 % of what was trained: fewer cannot move its mean length by
-# more than 1 % of the difference.  Zero-variance groups are dropped because of their rewards: that is meant to
-# select.
+# assumes independence overstates; and they are at least 1 % of the trained ones: fewer cannot move the mean length by
+# more than 1 % of the difference.  Zero-variance groups are dropped on purpose, because of their rewards.
 
 
 UNCHOSEN = ("lost", "verifier_error", "poison")
@@ -44,7 +43,7 @@ LOST = np.dtype([("key", "<i8"), ("length", "<i8"), ("reward", "<f8")])
 
 
 class LostRollouts:
-    """Rollouts that are only in lost_attempt_N/: a repeated step writes the same rollouts again."""
+    """Rollouts that are only in lost_attempt_N/, without those that a repeated step has written again."""
 
     def __init__(self, rollouts: Path) -> None:
         parts = [*map(_of_segment, rollouts.glob("lost_attempt_*/segment_*.h5"))]
@@ -52,7 +51,7 @@ class LostRollouts:
         self.rows = np.unique(joined(parts, LOST))
 
     def found(self, keys: NDArray[Any], lengths: NDArray[Any], rewards: NDArray[Any]) -> None:
-        """Remove rollouts that are in the timeline that counts."""
+        """Remove rollouts that are in the current timeline."""
         if len(self.rows):
             self.rows = np.setdiff1d(self.rows, _rows(keys, lengths, rewards))
 
@@ -152,18 +151,18 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class SealedStep:
-    """What segments say of a step."""
+    """A step in segments."""
 
     groups: list[int]
     version: int
     applied: bool
     file: str
     row: int
-    is_uniform: bool  # whether all rows say the same of version and applied
+    is_uniform: bool  # all rows have the same version and applied
 
 
 def steps(evidence: Evidence) -> tuple[Check, Course]:
-    """Look at every step."""
+    """Check every step."""
     check = Check("steps")
     for offence in evidence.events.offences:
         check.accuse(offence)
@@ -211,7 +210,7 @@ def order(evidence: Evidence) -> Check:
 
 
 def _num_restored(evidence: Evidence, number: int, mine: NDArray[np.void]) -> int:
-    """Number of groups that an attempt found dropped when it began: by an earlier attempt, a verdict or the guard."""
+    """Number of groups already dropped when an attempt began: by an earlier attempt, a verdict or the guard."""
     events, reasons = evidence.events, evidence.segments.reasons
     untold = [reasons.index(reason) for reason in ("verifier_error", "guard") if reason in reasons]
     is_restored = (mine["step"] < 0) & (np.isin(mine["reason"], untold) | (not events.are_whole))
@@ -229,7 +228,7 @@ def _accuse_order(check: Check, row: np.void, groups: NDArray[np.int64], fates: 
 
 
 def _look_beyond(check: Check, evidence: Evidence, rest: NDArray[np.void]) -> None:
-    """Segments may be ahead of the events by what one commit holds: at most one step."""
+    """Report segments that are ahead of the events by more than one commit: at most one step."""
     known = max(evidence.events.fold.batches, default=-1)
     for row in rest[rest["step"] > known + 1][:1]:
         text = f"step {row['step']} is in a segment, and events end with step {known}"

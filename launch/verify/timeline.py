@@ -1,8 +1,8 @@
-"""Read the event logs of a run, continue later where the last reading ended, and judge each event.
+"""Read the event logs of a run, continue later where the last reading ended, and check each event.
 
-Input: rollouts/events_*.log.  Output: what the events come to (rlhpc/buffer/history.py: EventFold), and what an
-attempt cannot have done: each event is compared with the state that the ones before it have made.  Unknown kinds of
-events are counted.  Memory: an object per step, a few numbers per group.
+Input: rollouts/events_*.log.  Output: the state after the events (rlhpc/buffer/history.py: EventFold), and
+contradictions: each event is compared with the state before it.  Unknown kinds of events are counted.  Memory: an
+object per step, a few numbers per group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rlhpc.roles.controller.state import read_saved_state
 
 
 def column(numbers: Mapping[int, Any], length: int, read: Callable[[Any], int] = int) -> NDArray[np.int64]:
-    """Return what is read of each group from 0 to length − 1, by id; -1: it is not there."""
+    """Column of a value of each group from 0 to length − 1; -1 for missing groups."""
     groups = np.fromiter(numbers, np.int64, len(numbers))
     values = np.fromiter(map(read, numbers.values()), np.int64, len(numbers))
     found, is_within = np.full(length, -1, np.int64), (groups >= 0) & (groups < length)
@@ -70,7 +70,7 @@ def reduced(ufunc: Any, values: NDArray[Any], offsets: NDArray[Any], empty: int)
 
 @dataclass(slots=True)
 class AttemptEvents:
-    """What one attempt wrote."""
+    """Events of one attempt."""
 
     path: Path
     num_events: int = 0  # by number, the damaged ones too
@@ -86,15 +86,15 @@ class AttemptEvents:
 
 
 class EventEvidence:
-    """Every event of a run, what they come to, and which of them cannot be."""
+    """All events of a run, their state, and the events that contradict it."""
 
     def __init__(self, rollouts: Path) -> None:
         self._rollouts = rollouts
         self.fold = EventFold()
         self.attempts: dict[int, AttemptEvents] = {}
         self.taken_at: dict[int, tuple[int, int]] = {}  # step → attempt and event of its last batch
-        self.knows_all = False  # whether it has all events from the first group on
-        self.first_admitted = 0  # the first one that is known
+        self.knows_all = False  # it has all events from the first group on
+        self.first_admitted = 0  # the first known one
         self.unknown: Counter[str] = Counter()
         self.offences: list[Offence] = []
         self.trained_at_first = -1  # the last step that was trained at the first look
@@ -103,7 +103,7 @@ class EventEvidence:
     # --------------------------------------------------------------------------------------------------------- reading
 
     def look(self, *, is_last: bool = False) -> None:
-        """Read what has been added since the last look.  Raises OSError, JournalError."""
+        """Read events added since the last call.  Raises OSError, JournalError."""
         files = EVENTS.numbered(self._rollouts) if self._rollouts.is_dir() else []
         newest = self.newest_attempt
         for number, path in files:
@@ -129,28 +129,28 @@ class EventEvidence:
         attempt.damage += [each for each in damage if each not in attempt.damage]
 
     def is_whole(self, attempt: int) -> bool:
-        """Whether every event of an attempt up to the last one on disk is known."""
+        """True if every event of an attempt up to the last one on disk is known."""
         return attempt in self.attempts and not self.attempts[attempt].damage
 
     @property
     def are_whole(self) -> bool:
-        """Whether no event is damaged."""
+        """True if no event is damaged."""
         return not any(attempt.damage for attempt in self.attempts.values())
 
     # ------------------------------------------------------------------------------------------------------------ laws
 
     @property
     def num_admitted(self) -> int:
-        """One more than the highest group that was admitted."""
+        """Number of admitted groups: one more than the highest id."""
         return max(self.fold.admitted, default=-1) + 1
 
     @property
     def newest_attempt(self) -> int:
-        """The last one that wrote something; -1: none did."""
+        """The last attempt with events; -1: none."""
         return max(self.attempts, default=-1)
 
     def trained_steps(self) -> Iterator[tuple[int, Taken, Trained]]:
-        """Each trained step with its batch and how it went, in order."""
+        """Each trained step with its batch and outcome, in order."""
         taken, trained = self.fold.batches, self.fold.trained
         return ((step, taken[step], trained[step]) for step in sorted(taken.keys() & trained.keys()))
 
@@ -161,12 +161,12 @@ class EventEvidence:
             self.unknown[error.__cause__.field if isinstance(error.__cause__, ProtocolError) else str(error)] += 1
             return
         if isinstance(event, Trained):
-            event = replace(event, metrics={})  # of a long run gigabytes
+            event = replace(event, metrics={})  # gigabytes in a long run
         self._judge(attempt, number, event)
         self.fold.apply(number, event)
 
     def _judge(self, attempt: AttemptEvents, number: int, event: Event) -> None:
-        """Compare an event with what is known before it."""
+        """Compare an event with the state before it."""
         match event:
             case Began():
                 self._began(attempt, event)
@@ -250,13 +250,13 @@ class EventEvidence:
 
 # -------------------------------------------------------------------------------------------------------- journal check
 #
-# The journal and the events of a run: every row and event by its checksum, no number missing, no step that cannot be.
+# The journal and the events of a run: checksums of every row and event, gaps in numbers, contradictions.
 #
 #     rollouts/journal_NNNNNN.log, rollouts/events_NNNNNN.log ─▶ rows of `rlhpc check RUN_DIR`
 #
-# Also the work that a resume would repeat: the steps after the checkpoint that it starts from. Guarantees: a run that
-# is going on, or was killed, is sound: the end of a file may be half written, and the oldest files are deleted once
-# checkpoints hold what they say.  One file is in memory at a time.
+# Also the work that a resume would repeat: the steps after its checkpoint.  Guarantees: a running or killed run is
+# sound: the end of a file may be half written, and the oldest files are deleted once checkpoints have their content.
+# One file is in memory at a time.
 
 
 MOST_CONTRADICTIONS = 10
@@ -266,7 +266,7 @@ _HALF_WRITTEN = "at its end: half written when its process ended, or being writt
 def journal_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
     """Read every rollout of the journal."""
     paths = _found(journal_paths, layout)
-    before: _Numbers | None = None  # None: nothing is known of the file before
+    before: _Numbers | None = None  # None: the file before is not known
     num_rollouts, is_sound = 0, True
     for number, path in enumerate(paths, start=1):
         progress(f"{path.name} ({number} of {len(paths)})")
@@ -313,9 +313,9 @@ def event_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
 
 
 def first_rollout(layout: RunLayout) -> int | None:
-    """Number of the first rollout that the journal begins with; None: it has none, or that cannot be read.
+    """Number of the journal's first rollout; None: it has none, or cannot be read.
 
-    To be asked before a checkpoint is chosen: a live run deletes what the newest one makes superfluous.
+    To be called before a checkpoint is chosen: a live run deletes files that the newest one makes superfluous.
     """
     try:
         return next((read_first_sequence(path) for path in _found(journal_paths, layout)), None)
@@ -324,13 +324,13 @@ def first_rollout(layout: RunLayout) -> int | None:
 
 
 def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | None) -> Iterator[Row]:
-    """The rollouts just after the chosen checkpoint, which a journal without its beginning would not miss."""
+    """Row on missing rollouts just after the chosen checkpoint, if the journal has lost its beginning."""
     if first is None:
         return
     try:
         known = _known_to(layout, step)
     except (CheckpointError, JournalError, KeyError, TypeError, ValueError):
-        return  # it was pruned meanwhile, or is not of this version, or its row stands above
+        return  # it was pruned meanwhile, or is of another version, or reported above
     if first > known + 1:
         since = f"the checkpoint of step {step} was taken" if step is not None else "the beginning"
         text = f"{layout.rollouts}: missing: {numbered('rollout', known + 1, first - 1)}, the first since {since}"
@@ -338,7 +338,7 @@ def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | N
 
 
 def replay_cost(layout: RunLayout, step: int | None) -> Iterator[Row]:
-    """How many recorded steps follow the chosen checkpoint (None: the beginning), and how long their training took."""
+    """Row with the number and duration of recorded steps after the chosen checkpoint (None: the beginning)."""
     try:
         trained = fold_events(layout.rollouts).trained if layout.rollouts.is_dir() else {}
     except (JournalError, OSError):
@@ -354,7 +354,7 @@ def replay_cost(layout: RunLayout, step: int | None) -> Iterator[Row]:
 
 
 def _known_to(layout: RunLayout, step: int | None) -> int:
-    """Number of the last rollout before the point that a resume goes on from."""
+    """Number of the last rollout before the point that a resume continues from."""
     if step is not None:
         return int(read_saved_state(layout, step).buffer["journal"]["num_rollouts"])
     return fold_events(layout.rollouts).num_void if layout.rollouts.is_dir() else 0
@@ -385,13 +385,13 @@ class _Numbers:
 
     @classmethod
     def of(cls, content: JournalContent) -> _Numbers:
-        """If it has none: the number before its first."""
+        """Numbers of a file; without rollouts, the number before its first."""
         last = content.records[-1].sequence if content.records else content.first_sequence - 1
         return cls(content.log.path, content.attempt, last)
 
 
 def read_settled_journal(path: Path) -> JournalContent:
-    """What is damaged is read again: a reader that a writer overtakes misses a row, and finds the next ones whole.
+    """Read a file, again if it is damaged: a reader that overtakes a writer sees a torn row before whole ones.
 
     Raises JournalError, OSError.
     """
@@ -400,7 +400,7 @@ def read_settled_journal(path: Path) -> JournalContent:
 
 
 def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterator[Row]:
-    """A later attempt goes on where it found the end; what an older one wrote after that does not count."""
+    """Report gaps; rollouts that an older attempt wrote after its successor's beginning do not count."""
     if before is None:
         return
     path, first, expected = content.log.path, content.first_sequence, before.last + 1
@@ -416,9 +416,9 @@ def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterat
 
 
 def _contradictions(layout: RunLayout) -> Iterator[Row]:
-    """What cannot have happened, by the rules of `rlhpc audit`; nothing is said that a damaged event may explain."""
+    """Rows on contradictions by the rules of `rlhpc audit`, without those that a damaged event may explain."""
     evidence = EventEvidence(layout.rollouts)
-    with suppress(OSError, JournalError):  # a row above says so, or it was deleted meanwhile
+    with suppress(OSError, JournalError):  # reported above, or deleted meanwhile
         evidence.look()
     for offence in evidence.offences[:MOST_CONTRADICTIONS]:
         text = f"{layout.root / offence.file}: {offence.text}"
