@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command() -> int:
     """Entry point of the process: main(), after which signals cannot change the exit status."""
     status = main()
-    if sys.argv[1:2] == ["run"]:
+    if sys.argv[1:2] in (["run"], ["sft"]):
         signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     return status
 

@@ -537,13 +537,15 @@ def memory_report(
     site = load_site(site_file) if site_file else None
     if shape is None:
         return f"memory      not known for model_type={model.get('model_type')!r}"
-    plan, engine = plan_memory(config, shape), plan_engine(config, shape)
+    plan = plan_memory(config, shape)
+    engine = None if config.is_supervised else plan_engine(config, shape)
     if site is None and not gpus.devices:  # there is no GPU here
+        also = "" if engine is None else f" and {engine.total / GIB:.1f} GiB an engine"
         return (
-            f"memory      on GPUs about {fullest(plan).peak / GIB:.1f} GiB a rank and {engine.total / GIB:.1f} GiB an "
-            "engine; --site SITE.toml shows the estimate and judges it"
+            f"memory      on GPUs about {fullest(plan).peak / GIB:.1f} GiB a rank{also}; --site SITE.toml shows the "
+            "estimate and judges it"
         )
-    table = f"{describe_memory(plan)}\n{describe_engine(engine)}"
+    table = "\n".join([describe_memory(plan), *([] if engine is None else [describe_engine(engine)])])
     if site is None or site_file is None:
         return f"{table}\n{judge_devices(config, model, shape, gpus, memory_gib)}"
     if config.trainer.device == "cpu":

@@ -18,9 +18,10 @@ from launch.checks.memory_verdict import refuse_small_cache, refuse_unfit_ranks
 from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
 from launch.common.text import counted, printable_line
 from rlhpc.base.user_code import look_up
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import Config, supervised
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config.tables_services import LIBRARIES, runs_programs
+from rlhpc.data.demonstrations import Demonstrations, open_demonstrations
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import validate_datasets
 from rlhpc.data.tokenizer import THINKING_END, PromptTokenizer
@@ -36,6 +37,7 @@ from rlhpc.models.adapter import (
 )
 from rlhpc.models.shape import ModelShape, ParallelLayout, refuse_unsupported
 from rlhpc.protocol.errors import ConfigError, SandboxError
+from rlhpc.protocol.types import Bool, Int32
 from rlhpc.rewards.code_place import check_sandbox, described_languages
 from rlhpc.rewards.environments import validate_environment
 from rlhpc.rewards.llm_judge import read_key
@@ -55,12 +57,7 @@ MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
 def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]:
     """The first prompt of a dataset, and a warning if references are longer than a completion may be."""
-    lines = found.example.split("\n")
-    if len(lines) > _MOST_LINES:
-        left_out = len(lines) - _MOST_LINES + 1
-        lines = [*lines[: _MOST_LINES - 2], f"… {left_out} lines …", lines[-1]]
-    said = [f"prompt      {found.example_source}, {found.example_tokens:,} tokens:"]
-    said += [f"  | {printable_line(line)}" for line in lines]
+    said = [f"prompt      {found.example_source}, {found.example_tokens:,} tokens:", *_quoted(found.example)]
     if found.num_references_longer:
         share = found.num_references_longer / found.num_references_counted
         limit = config.max_completion_tokens(place)
@@ -73,6 +70,15 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
             "prompt_template or system_prompt can ask for it"
         )
     return said
+
+
+def _quoted(text: str) -> list[str]:
+    """Lines of a text, without its middle where they are many."""
+    lines = text.split("\n")
+    if len(lines) > _MOST_LINES:
+        left_out = len(lines) - _MOST_LINES + 1
+        lines = [*lines[: _MOST_LINES - 2], f"… {left_out} lines …", lines[-1]]
+    return [f"  | {printable_line(line)}" for line in lines]
 
 
 def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> Iterator[str]:
@@ -197,6 +203,7 @@ class Findings:
     max_positions: int
     datasets: Sequence[DatasetSummary]
     sandbox: str = ""  # isolation of programs on this node, if a task runs any
+    demonstrations: Demonstrations | None = None  # of supervised fine-tuning
 
     @property
     def model_type(self) -> str:
@@ -219,7 +226,22 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
         require_parts(config)
     for key, path in config.algorithm.own_formulas:  # tried by the trainer, when the run starts
         look_up(key, path)
+    if config.is_supervised:
+        return _look_at_demonstrations(config, model, tokenizer, shape)
     return _look_at_prompts(config, model, tokenizer, shape, roles_run_here=roles_run_here)
+
+
+def stage_of(config: Config) -> Config:
+    """Settings of supervised fine-tuning, alone or before RL.  Tokenises all demonstrations, which gives its steps.
+
+    Raises ConfigError, DataError.
+    """
+    if not config.demonstrations:
+        raise ConfigError(
+            "demonstrations: the run file has no table [[demonstrations]] to learn from; legal: 1 or more"
+        )
+    _model_of(config)  # or what is wrong with the model would be said of the data
+    return supervised(config, open_demonstrations(config).num_conversations)
 
 
 def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findings:
@@ -275,6 +297,45 @@ def _look_at_prompts(
         refuse_ended_prompts(dataset, tokenizer, summary)
     _refuse_stops_that_never_come(config.generation.stop, tokenizer)
     return Findings(model, tokenizer, shape, positions, found, sandbox)
+
+
+def _look_at_demonstrations(
+    config: Config, model: dict[str, Any], tokenizer: PromptTokenizer, shape: ModelShape | None
+) -> Findings:
+    longest = config.longest_conversation
+    positions = int(model.get("max_position_embeddings") or longest)
+    if longest > positions:
+        raise ConfigError(
+            f"sft.max_tokens={longest} (none: trainer.token_budget) is more than the model's context of {positions} "
+            f"(max_position_embeddings in {config.model.path / 'config.json'}); legal: {positions} or less"
+        )
+    found = open_demonstrations(config)
+    for table, corpus in zip(config.demonstrations, found.corpora, strict=True):
+        refuse_unknown_tokens(model, config.model.path, corpus.highest_token, str(table.path))
+    return Findings(model, tokenizer, shape, positions, (), demonstrations=found)
+
+
+def demonstration_lines(config: Config, findings: Findings) -> Iterator[str]:
+    """Lines of `rlhpc check` about what is learnt from: sizes, and the beginning of the first conversation."""
+    found = findings.demonstrations
+    assert found is not None
+    for table, corpus in zip(config.demonstrations, found.corpora, strict=True):
+        dropped = f", {corpus.num_dropped:,} longer ones left out" if corpus.num_dropped else ""
+        use = "for the held-out loss" if table.held_out else f"{corpus.num_learnt:,} of their tokens are learnt"
+        yield f"data        {table.path}: {counted(len(corpus), 'conversation')}{dropped}; {use}"
+    held_out = f"; {found.num_held_out:,} are held out" if found.num_held_out else ""
+    yield f"epoch       {counted(found.num_conversations, 'conversation')}{held_out}"
+    first = found.learnt(0)
+    runs = _runs(first.token_ids, first.loss_mask, findings.tokenizer)
+    yield f"first       {counted(len(first.token_ids), 'token')}; what is learnt stands in «»:"
+    yield from _quoted("".join(f"«{text}»" if is_learnt else text for is_learnt, text in runs))
+
+
+def _runs(token_ids: Int32, loss_mask: Bool, tokenizer: PromptTokenizer) -> Iterator[tuple[bool, str]]:
+    """The text in turns: whether it is learnt, and itself, with special tokens."""
+    borders = [0, *(place for place in range(1, len(token_ids)) if loss_mask[place] != loss_mask[place - 1]), None]
+    for begin, end in itertools.pairwise(borders):
+        yield bool(loss_mask[begin]), tokenizer.decode(token_ids[begin:end], keep_special_tokens=True)
 
 
 def _refuse_thinking_that_never_ends(end: str, tokenizer: PromptTokenizer, found: DatasetSummary) -> None:

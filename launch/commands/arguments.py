@@ -128,6 +128,12 @@ def _takes_run(parser: _Parser) -> None:
     _value(parser, "--max-retries", "N", "attempts after failed ones without a new checkpoint; default: 5", number)
 
 
+def _takes_sft(parser: _Parser) -> None:
+    _takes_run(parser)
+    _value(parser, "--site", "SITE.toml", "submit it as jobs instead of running it on this machine", Path)
+    _takes_waiting(parser)
+
+
 def _takes_check(parser: _Parser) -> None:
     _value(parser, "run_file", "RUN.toml|RUN_DIR", "run file, or directory of a run", Path)
     _takes_overrides(parser)
@@ -546,6 +552,8 @@ class Command(NamedTuple):
 
 _COMMANDS = (
     Command("run", _takes_run, "Start a run as processes on this machine and watch it.", "launch.commands.run:run"),
+    Command("sft", _takes_sft, "Do the supervised fine-tuning of a run file alone, here or as Slurm jobs.",
+            "launch.commands.run:sft"),
     Command("check", _takes_check, "Validate a run file, its model and its data; or verify the files of a run.",
             "launch.commands.check:check"),
     Command("audit", _takes_audit, "Prove from a run's files that no prompt was lost or trained twice.",

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from launch.checks.bias import biases, doubtful, unusual
 from launch.checks.memory_verdict import memory_report
 from launch.checks.model_files import other_tokens, refuse_made_up_tensors
 from launch.checks.own_code import try_own_code, untried_code
-from launch.checks.preflight import first_prompt, preflight, prompt_warnings, stop_tokens
+from launch.checks.preflight import (
+    Findings,
+    demonstration_lines,
+    first_prompt,
+    preflight,
+    prompt_warnings,
+    stage_of,
+    stop_tokens,
+)
 from launch.commands.arguments import refuse_missing
 from launch.common.text import counted
 from launch.doctor.gpus import gpus_here
@@ -23,6 +32,7 @@ from rlhpc.base.host_address import refuse_foreign_network
 from rlhpc.base.ownership import holds_something
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.protocol.errors import ConfigError
 
@@ -46,6 +56,8 @@ def _check_run_file(options: argparse.Namespace) -> int:
     if options.json:
         raise ConfigError(f"--json: only for a run directory, and {options.run_file} is not one")
     config = load_config(options.run_file, options.overrides)
+    if config.is_supervised:
+        config = stage_of(config)
     here = VisibleGpus() if options.site else gpus_here(os.environ)  # a site's GPUs are elsewhere
     gpus = GpuMap() if options.site else map_gpus(config, here)
     if not options.site:
@@ -59,29 +71,45 @@ def _check_run_file(options: argparse.Namespace) -> int:
     print(describe_plan(config, RunLayout(config.run_directory), gpus))
     size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
+    lines = _about_demonstrations(config, findings) if config.is_supervised else _about_prompts(config, findings)
+    print("\n".join(lines))
+    sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
+    software = software_not_here(load_site(options.site)) if options.site else []
+    odd = [f"warning     {line}" for line in unusual(config)]
+    if not config.is_supervised:
+        odd = [
+            *biases(config),
+            *odd,
+            *doubtful(config, num_cores=None if options.site else len(os.sched_getaffinity(0))),
+        ]
+    print("\n".join([*own, *sandbox, *evaluations, memory, *software, *odd]))
+    return 0
+
+
+def _about_demonstrations(config: Config, findings: Findings) -> Iterator[str]:
+    yield from demonstration_lines(config, findings)
+    yield from other_tokens(config.model.path, findings.tokenizer)
+
+
+def _about_prompts(config: Config, findings: Findings) -> Iterator[str]:
+    """Lines about datasets, what ends a completion, and warnings."""
     total = sum(dataset.weight for dataset in config.data)
     for place, (dataset, found) in enumerate(zip(config.data, findings.datasets, strict=True)):
         share = f"{dataset.title}, {dataset.weight / total:.0%} of the prompts: " if len(config.data) > 1 else ""
-        print(
+        yield (
             f"data        {share}{counted(found.num_records, 'record')}, "
             f"prompts of {found.mean_prompt_tokens:.0f} tokens on average, "
             f"{found.longest_prompt_tokens} at most ({found.longest_source})"
         )
         if 0 < found.num_references_checked < found.num_records:
-            print(f"references  {share}of the first {found.num_references_checked} records; the others were not read")
-        print("\n".join(first_prompt(config, place, found)))
+            yield f"references  {share}of the first {found.num_references_checked} records; the others were not read"
+        yield from first_prompt(config, place, found)
     has_dialogues = any(dataset.environment for dataset in config.data)
     template = dialogue_template(config, findings.tokenizer) if has_dialogues else None
     tokenizer = findings.tokenizer
-    warnings = [f"warning     {each}" for each in prompt_warnings(config, tokenizer, findings.datasets)]
-    warnings += other_tokens(config.model.path, tokenizer, [found.example for found in findings.datasets])
-    print("\n".join([stop_tokens(tokenizer, template, config.generation.stop), *warnings]))
-    sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
-    software = software_not_here(load_site(options.site)) if options.site else []
-    odd = [f"warning     {line}" for line in unusual(config)]
-    odd += doubtful(config, num_cores=None if options.site else len(os.sched_getaffinity(0)))
-    print("\n".join([*own, *sandbox, *evaluations, memory, *software, *biases(config), *odd]))
-    return 0
+    yield stop_tokens(tokenizer, template, config.generation.stop)
+    yield from (f"warning     {each}" for each in prompt_warnings(config, tokenizer, findings.datasets))
+    yield from other_tokens(config.model.path, tokenizer, [found.example for found in findings.datasets])
 
 
 def _refuse_place(directory: Path) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from launch.checks.bias import unusual
 from launch.checks.memory_verdict import judge_devices
 from launch.checks.own_code import try_own_code
-from launch.checks.preflight import preflight
+from launch.checks.preflight import preflight, stage_of
 from launch.commands.arguments import continued, resume_point
 from launch.common.text import print_or_lose
 from launch.doctor.gpus import gpus_here
@@ -42,7 +42,23 @@ MAX_RETRIES: int = ClusterConfig.model_fields["max_retries"].default
 
 def run(options: argparse.Namespace) -> int:
     """Do a run, and say how it ended; returns the exit status."""
-    resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
+    return _run(load_config(options.run_file, options.overrides), options)
+
+
+def sft(options: argparse.Namespace) -> int:
+    """Do the supervised fine-tuning of a run file alone, here or as jobs; returns the exit status."""
+    stage = stage_of(load_config(options.run_file, options.overrides))
+    if options.site is None:
+        if options.after or options.wait:
+            raise ConfigError(f"{'--after' if options.after else '--wait'} is for jobs: use it with --site SITE.toml")
+        return _run(stage, options)
+    from launch.commands.submit import submit_here  # with what a run on this machine does not need
+
+    return submit_here(stage, options.site, options)
+
+
+def _run(config: Config, options: argparse.Namespace) -> int:
+    resume_from = resume_point(options)
     again = continued(options.typed)
     how = {} if options.max_retries is None else {"max_retries": options.max_retries}
     how |= {"resume": options.resume, "fresh": options.fresh, "is_quiet": options.quiet, "again": again}
@@ -71,6 +87,8 @@ def run_locally(
     again: words of the command that continues the run, for whoever stops it.
     Raises StopSignal: a signal has ended it before the run directory was its own, which is as it was.
     """
+    if config.is_supervised:
+        config = stage_of(config)
     layout, signals = RunLayout(config.run_directory), LocalSignals()
     owner: RunOwner | None = None
     watch = Watch(layout, sys.stderr, expected=process_names(config), is_quiet=is_quiet)

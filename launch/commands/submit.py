@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.checks.bias import unusual
 from launch.checks.memory_verdict import judge_host, judge_memory
 from launch.checks.model_files import refuse_made_up_tensors
-from launch.checks.preflight import Findings, preflight
+from launch.checks.preflight import Findings, preflight, stage_of
 from launch.commands.arguments import refuse_resume_point, refuse_without_predict, resume_point
 from launch.common.text import file_and_settings, print_or_lose, quoted, span
 from launch.doctor.site import refuse_missing_software, software_not_here
@@ -102,16 +102,21 @@ def submit(options: argparse.Namespace) -> int:
         refuse_resume_point(options)
         return submit_sweep(options, print_or_lose)
     config = load_config(options.run_file, options.overrides)
-    how = {"resume": options.resume, "fresh": options.fresh, "resume_from": resume_from}
     if options.dry_run:
+        how = {"resume": options.resume, "fresh": options.fresh, "resume_from": resume_from}
         dependency(options.after)
         run = prepare(config, options.site_file)
         as_far_as_slurm_answers(lambda: check(run, print_or_lose), print_or_lose)
         as_far_as_slurm_answers(lambda: refuse_run_dir_for_jobs(run.config, run.layout, **how), print_or_lose)
         print("\n".join(_jobs(config, run.site)))
         return 0
-    how["after"] = options.after
-    return wait_if_asked(submit_run(config, options.site_file, **how, tell=print_or_lose), options)
+    return submit_here(config, options.site_file, options)
+
+
+def submit_here(config: Config, site_file: Path, options: argparse.Namespace) -> int:
+    """Submit one run, and follow it if that is asked for; returns the exit status."""
+    how = {"resume": options.resume, "fresh": options.fresh, "resume_from": resume_point(options)}
+    return wait_if_asked(submit_run(config, site_file, **how, after=options.after, tell=print_or_lose), options)
 
 
 def wait_if_asked(layout: RunLayout, options: argparse.Namespace) -> int:
@@ -154,6 +159,8 @@ def prepare(config: Config, site_file: Path) -> Submission:
     """Plan the jobs of a run; writes nothing.  Raises ConfigError as load_site and plan_jobs do."""
     site = load_site(site_file)
     layout, kind = shared_layout(config, site), config.transport.kind
+    if config.is_supervised:
+        config = stage_of(config)
     # As they apply to jobs: the directory's path on compute nodes, and the kind of sockets.
     of_jobs = {"run.directory": layout.root, "transport.kind": "tcp" if kind == "auto" else kind}
     config = with_values(config, of_jobs)

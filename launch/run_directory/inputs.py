@@ -98,8 +98,12 @@ def _files_of(data: Path, split: str) -> list[tuple[str, Path]]:
 
 
 def _datasets_of(config: Config) -> list[tuple[Path, str]]:
-    """Paths of prompts and of documents for environments, with their split; a generated source has no path."""
-    files = [(each.path, each.split) for each in config.data if each.path is not None]
+    """Paths of demonstrations, or of prompts and of documents for environments, with their split.
+
+    A generated source has none.
+    """
+    tables = config.demonstrations if config.is_supervised else config.data
+    files = [(each.path, each.split) for each in tables if each.path is not None]
     corpus = config.environment.corpus
     return [*files, *([] if corpus is None else [(corpus, "")])]
 

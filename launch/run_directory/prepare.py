@@ -289,11 +289,17 @@ def _shapes_nothing(key: str) -> bool:
 log = logging.getLogger("rlhpc.run_directory")
 
 # Keys that a checkpoint depends on: prompt order, weights or adapters, and bounds under which its groups were admitted.
-FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "run.deterministic:", "model.", "data.",
+FIXED_BY_THE_FIRST_START = ("run.name:", "run.stage:", "run.seed:", "run.deterministic:", "model.", "data.",
     "admission.group_size:", "admission.groups_per_step:", "admission.max_staleness:",
     "admission.window_groups:",
     "lora.rank:", "lora.alpha:", "lora.rslora:", "lora.targets:", "lora.quantization:", "lora.initial:")  # fmt: skip
-MAY_MOVE = ("model.path:", "data.path:")  # to another path with the same content as at the first start
+# Of supervised fine-tuning also these: a batch is a function of its step, as long as they stay.
+OF_BATCHES = ("demonstrations.", "sft.batch_size:", "sft.held_out:", "sft.max_tokens:", "sft.too_long:")
+MAY_MOVE = (
+    "model.path:",
+    "data.path:",
+    "demonstrations.path:",
+)  # to another path with the same content as at the first start
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +500,8 @@ def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
 def _refuse_complete(config: Config, layout: RunLayout) -> None:
     if layout.summary.exists() and config.run.num_steps <= read_resolved(layout)[0].run.num_steps:
         raise RunDirectoryError(
-            f"{layout.root}: complete, {config.run.num_steps} steps; to continue, set run.num_steps=M with a larger M"
+            f"{layout.root}: complete, {config.run.num_steps} steps; to continue, set "
+            + ("sft.epochs or sft.num_steps" if config.is_supervised else "run.num_steps=M with a larger M")
         )
 
 
@@ -540,7 +547,8 @@ def _renewal(config: Config, layout: RunLayout) -> _Renewal:
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()
     may_move = MAY_MOVE if layout.inputs.exists() else ()
-    fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not _is_of(text, may_move)]
+    settled = FIXED_BY_THE_FIRST_START if not config.is_supervised else (*OF_BATCHES, *FIXED_BY_THE_FIRST_START)
+    fixed = [text for text in changed if text.startswith(settled) and not _is_of(text, may_move)]
     if fixed:
         raise RunDirectoryError(
             f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}; legal: the old values, or a "
@@ -614,7 +622,7 @@ def _make(layout: RunLayout) -> None:
 
 def _is_of(text: str, keys: tuple[str, ...]) -> bool:
     """True if a difference concerns one of these keys, in any dataset."""
-    return re.sub(r"^data\.\d+\.", "data.", text).startswith(keys)
+    return re.sub(r"^(data|demonstrations)\.\d+\.", r"\1.", text).startswith(keys)
 
 
 def _difference(old: Config, new: Config) -> tuple[str, ...]:
@@ -624,7 +632,7 @@ def _difference(old: Config, new: Config) -> tuple[str, ...]:
     before, after = (_flatten(each.model_dump(mode="json", exclude=set(several))) for each in (old, new))
     for name in several:
         for flat, config in ((before, old), (after, new)):
-            flat[f"{name}.name"] = ", ".join(each.title for each in getattr(config, name))
+            flat[f"{name}.name"] = ", ".join(getattr(each, "title", str(each.path)) for each in getattr(config, name))
             if name == "evaluation":
                 tables = {each.title: each.model_dump(mode="json") for each in config.evaluation if each.title in stay}
                 flat |= _flatten(tables, "evaluation.")

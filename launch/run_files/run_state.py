@@ -236,6 +236,17 @@ def run_name(settings: Mapping[str, Any], root: Path) -> str:
     return stated_name(settings) or root.name
 
 
+def is_supervised(layout: RunLayout) -> bool:
+    """Whether a run is supervised fine-tuning, as far as its settings can be read."""
+    return run_stage(read_document(layout.config).get("config")) == "sft"
+
+
+def run_stage(settings: object) -> str:
+    """What a run does, "rl" or "sft", as its settings say."""
+    table = settings.get("run") if isinstance(settings, Mapping) else None
+    return str(table.get("stage") or "rl") if isinstance(table, Mapping) else "rl"
+
+
 def stated_name(settings: object) -> str:
     """The run's name in its settings; "" if these are damaged."""
     table = settings.get("run") if isinstance(settings, Mapping) else None
@@ -358,6 +369,12 @@ def needed_to_stop_s(progress: ReportedProgress | None, life_s: float) -> float:
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("steps", "optimiser steps", lambda v: f"{v:,.0f}"),
     ("skipped_steps", "skipped of these: not finite, or refused", lambda v: f"{v:,.0f}"),
+    ("conversations_trained", "conversations trained", lambda v: f"{v:,.0f}"),
+    ("epochs", "epochs", lambda v: f"{v:.2f}"),
+    ("loss_last", "loss, last step (nats a token)", lambda v: f"{v:.4f}"),
+    ("held_out_first", "held-out loss, first", lambda v: f"{v:.4f}"),
+    ("held_out_best", "held-out loss, lowest", lambda v: f"{v:.4f}"),
+    ("held_out_best_step", "  after step", lambda v: f"{v:,.0f}"),
     ("rollouts_trained", "rollouts trained", lambda v: f"{v:,.0f}"),
     ("reward_first_tenth", "reward, first tenth of steps", lambda v: f"{v:.3f}"),
     ("reward_last_tenth", "reward, last tenth of steps", lambda v: f"{v:.3f}"),
@@ -436,6 +453,14 @@ def last_words(layout: RunLayout, command: str, status: int = 0) -> list[str]:
         return [what_was_saved(layout, command, is_refused=is_refused).words] if layout.is_run else []
     summary = json.loads(layout.summary.read_bytes())
     root, lines = layout.root, [figures_table(summary)]
+    if summary.get("stage") == "sft":
+        early = ", where the held-out loss had not fallen for long" if summary.get("stopped_early") else ""
+        return [
+            *lines,
+            f"{root}: complete at step {summary['steps']}{early}",
+            f"  {layout.model} is the model after step {summary['model_step']}, an HF checkpoint",
+            f"  `rlhpc tensorboard {quoted(root)}` shows its curves",
+        ]
     if summary.get("reward_last_tenth") == summary.get("reward_first_tenth") == 0:
         lines.append(f"every reward was 0: nothing was learnt; `rlhpc logs {quoted(root)} reward` may say why")
     return [

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from launch.common.text import aligned, columns_of, counted, cut_to, printable, quoted, without_dots
 from launch.run_directory.prepare import ResumePoint
+from launch.run_files.run_state import is_supervised
 from launch.verify.evidence import Depth, Progress, gather
 from launch.verify.files import check_run, chosen_step, files
 from launch.verify.laws import checkpoints, conservation, identities, members, poison, staleness, versions
@@ -115,6 +116,11 @@ def audit_run(layout: RunLayout, depth: Depth, progress: Progress) -> Audit:
     Raises RunDirectoryError: not a run directory, or it is restarted again and again meanwhile; OSError.
     """
     layout.require_run()
+    if is_supervised(layout):
+        raise RunDirectoryError(
+            f"{layout.root}: supervised fine-tuning, which samples nothing that could be lost; `rlhpc check "
+            f"{quoted(layout.root)}` verifies its files"
+        )
     lost = LostRollouts(layout.rollouts)
     evidence = gather(layout, depth, progress, lost.found)
     law, places = conservation(evidence)
@@ -162,7 +168,7 @@ def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Call
 
     Raises RunDirectoryError if the resume would train groups or steps a second time.
     """
-    if not layout.is_run or resume_from.from_start:
+    if not layout.is_run or resume_from.from_start or is_supervised(layout):  # which has no history but its steps
         return
     try:
         audit = audit_run(layout, DEPTH, lambda _: None)  # quick: no progress is shown

@@ -319,6 +319,17 @@ def _headline(view: RunView, story: Story) -> list[tuple[str, str]]:
         values = reward.values[np.isfinite(reward.values)]
         tenth = max(1, len(values) // 10)
         ends = [float(part.mean()) for part in (values[:tenth], values[-tenth:]) if len(part)]
+    if view.is_supervised:
+        held_out = view.curves.get("sft/held_out_loss")
+        if held_out is not None:
+            values = held_out.values[np.isfinite(held_out.values)]
+            rows.append(("held out", f"loss {values[-1]:.4f}, lowest {values.min():.4f}"))
+        rows += [
+            ("loss", f"{last('trainer/loss'):.4f} at the last step, after {last('sft/epoch'):.2f} epochs"),
+            ("idle", _idle(view)),
+            ("speed", f"{_rate(last('trainer/tokens_per_s'))} trained"),
+        ]
+        return _known([*rows, *_of_story(story)])
     if ends and None not in ends:
         rows.append(("reward", " → ".join(f"{end:.3f}" for end in ends) + ", first and last tenth"))
     rows += [
@@ -326,15 +337,24 @@ def _headline(view: RunView, story: Story) -> list[tuple[str, str]]:
         ("staleness", f"{last('staleness/mean'):.2f} on average lately; bound {last('staleness/bound'):.0f}"),
         ("idle", _idle(view)),
         ("speed", f"{_rate(last('trainer/tokens_per_s'))} trained, {_rate(last('generator/tokens_per_s'))} sampled"),
-        ("time", f"{format_duration(max(0.0, story.end_s - story.begin_s))} since the beginning"),
-        ("faults", f"{len(story.faults)}"),
     ]
+    return _known([*rows, *_of_story(story)])
+
+
+def _of_story(story: Story) -> list[tuple[str, str]]:
+    since = format_duration(max(0.0, story.end_s - story.begin_s))
+    return [("time", f"{since} since the beginning"), ("faults", f"{len(story.faults)}")]
+
+
+def _known(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     of_run, *of_figures = rows  # a run may be called nanogpt
     return [of_run, *((name, value) for name, value in of_figures if "nan" not in value)]
 
 
 def _idle(view: RunView) -> str:
     """Shares of idle time: of all of a complete run, as its end said; of others where they have settled."""
+    if view.summary and view.is_supervised:
+        return "trainer {trainer_idle_ratio:.0%}".format(**view.summary)
     if view.summary:
         return "generators {generator_idle_ratio:.0%}, trainer {trainer_idle_ratio:.0%}".format(**view.summary)
     shares = [view.mean_of(f"{who}/idle_ratio") for who in ("generator", "trainer")]
@@ -367,6 +387,7 @@ CURVES: tuple[tuple[str, dict[str, str], bool], ...] = (
     ("Tokens a second", {"sampled": "generator/tokens_per_s", "trained": "trainer/tokens_per_s"}, True),
     ("Entropy (nats)", {"entropy": "trainer/entropy"}, True),
     ("Loss", {"loss": "trainer/loss"}, False),
+    ("Held-out loss (nats)", {"loss": "sft/held_out_loss"}, False),
     ("Gradient norm, before clipping", {"norm": "trainer/grad_norm"}, True),
     ("Divergence (nats)", {"sampler": "policy/mismatch_kl", "k3": "policy/kl_k3"}, True),
     ("Clipped (share of tokens)", {"above": "policy/clip_high_share", "below": "policy/clip_low_share"}, True),

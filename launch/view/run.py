@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from launch.common.text import written_unix_s
 from launch.run_files.records import JobRecord, read_failures, read_job_records
-from launch.run_files.run_state import Event, event_of, lines_from_the_end, read_document, run_name, saved_step
+from launch.run_files.run_state import (
+    Event,
+    event_of,
+    lines_from_the_end,
+    read_document,
+    run_name,
+    run_stage,
+    saved_step,
+)
 from rlhpc.base.near_names import near_hint
 from rlhpc.base.ownership import Launcher
 from rlhpc.base.run_directory import RunLayout
@@ -161,6 +169,11 @@ class RunView:
         return self._settings[0]
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether it is supervised fine-tuning."""
+        return run_stage(self.settings) == "sft"
+
+    @property
     def damage(self) -> str:
         """What is wrong with config.json; "": nothing."""
         return self._settings[1]
@@ -225,9 +238,9 @@ class RunView:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the last step; None before the first."""
+        """Mean reward of the last step; None before the first, and where nothing is judged."""
         reward = self.status.get("reward")
-        return float(reward) if self.step and is_number(reward) else None
+        return float(reward) if self.step and is_number(reward) and not self.is_supervised else None
 
     @cached_property
     def attempts(self) -> list[BegunAttempt]:

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from launch.common.text import counted, escaped, json_text, printable, quoted, shortened
@@ -275,16 +275,13 @@ def _run_lines(
     status: dict[str, Any], life: str, expected: Sequence[str] = (), *, absence: str = "starting"
 ) -> list[str]:
     """absence: what is said of processes that are expected and have not said hello."""
-    reward = f"{status['reward']:.3f}" if status["step"] else "-"
     in_flight, so_far = _counts_of_groups(status["queue"])
     age = max(time.time() - status["unix_time_s"], 0.0)  # the clock of its node may be ahead of this one
     missing, more = _missing(status, expected)
     return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
         f"{status['version']}, {life}, as of {age:.0f} s ago",
-        f"reward {reward}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
-        f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
-        f"{status['staleness_bound']}",
+        _figures(status),
         *verifier_lines(status.get("verifiers", {})),
         *error_lines(status.get("errors", {})),
         *(f"disk    {trouble}" for trouble in status.get("disk_troubles", ())),
@@ -298,6 +295,22 @@ def _run_lines(
     ]
 
 
+def _figures(status: dict[str, Any]) -> str:
+    """The second line: how well and how fast it goes."""
+    trainer = f"trainer {status['trainer_tokens_per_s']:.0f} tokens/s"
+    if status.get("stage") == "sft":
+        held_out = status["held_out"] or {}
+        loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
+        best = f" (lowest {held_out['best']:.4f} at step {held_out['best_step']})" if held_out.get("best") else ""
+        said = f"   held out {held_out['loss']:.4f}{best}" if held_out.get("loss") is not None else ""
+        return f"supervised fine-tuning   loss {loss}{said}   {trainer}"
+    reward = f"{status['reward']:.3f}" if status["step"] else "-"
+    return (
+        f"reward {reward}   generators {status['generator_tokens_per_s']:.0f} tokens/s   {trainer}   "
+        f"staleness {status['staleness_max']} of at most {status['staleness_bound']}"
+    )
+
+
 def _without_roles(status: dict[str, Any], lines: list[str]) -> list[str]:
     """What holds for a run that is over: the last states of its queue and roles are out of date."""
     num_errors = len(verifier_lines(status.get("verifiers", {}))) + len(error_lines(status.get("errors", {})))
@@ -309,7 +322,7 @@ def _counts_of_groups(queue: dict[str, Any]) -> tuple[list[str], list[str]]:
     over = {name: count for name, count in queue.items() if name in _OVER or name.startswith("dropped_")}
     now = {name: count for name, count in queue.items() if name not in over}
     shown = {name: count for name, count in over.items() if count or not name.startswith("dropped_")}
-    return _counted("queue", now), _counted("so far", shown) if shown else []
+    return _counted("queue", now) if now else [], _counted("so far", shown) if shown else []
 
 
 def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
@@ -431,7 +444,9 @@ class Watch:
             self._line.wait(status["phase"], what + format_duration(self._clock() - self._began_s))
         elif status["step"] != self._last_step:
             self._last_step = status["step"]
-            self._line.update(Progress(*map(status.__getitem__, _OF_PROGRESS)))
+            progress = Progress(*map(status.__getitem__, _OF_PROGRESS))
+            held_out = (status.get("held_out") or {}).get("loss")
+            self._line.update(replace(progress, loss=status.get("loss"), held_out=held_out))
 
     def _warn(self, queue: dict[str, Any], latest: str) -> None:
         for reason, words in _TOLD.items():

@@ -122,6 +122,11 @@ class RunLayout:
         return self.root / "weights"
 
     @property
+    def model(self) -> Path:
+        """HF checkpoint that supervised fine-tuning has ended with."""
+        return self.root / "model"
+
+    @property
     def summary(self) -> Path:
         """Metrics of the whole run, as JSON, written at its end."""
         return self.root / "summary.json"

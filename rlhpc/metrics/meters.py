@@ -197,6 +197,8 @@ class Progress:
     generator_tokens_per_s: float
     staleness: float  # the worst of the run so far, in versions
     eta_s: float | None
+    loss: float | None = None  # of supervised fine-tuning, nats a token; None: reinforcement learning
+    held_out: float | None = None
 
 
 class ProgressLine:
@@ -253,13 +255,20 @@ def parts_of(progress: Progress) -> list[str]:
     Example: step 120/2000 | 3 h 05 min left | reward 0.412 | staleness 1.2 | generate 48.1k tok/s | train 13.2k tok/s
     """
     left = [] if progress.eta_s is None else [f"{format_duration(progress.eta_s)} left"]
-    return [
+    done, train = (
         f"step {progress.step}/{progress.num_steps}",
+        f"train {format_count(progress.trainer_tokens_per_s)} tok/s",
+    )
+    if progress.loss is not None:
+        held_out = [] if progress.held_out is None else [f"held out {progress.held_out:.4f}"]
+        return [done, *left, f"loss {progress.loss:.4f}", *held_out, train]
+    return [
+        done,
         *left,
         f"reward {progress.reward:.3f}",
         f"staleness {progress.staleness:.1f}",
         f"generate {format_count(progress.generator_tokens_per_s)} tok/s",
-        f"train {format_count(progress.trainer_tokens_per_s)} tok/s",
+        train,
     ]
 
 

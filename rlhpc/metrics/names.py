@@ -93,6 +93,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "trainer/loss": Metric("nats", "with KL term and entropy bonus, mean over loss tokens"),
         "trainer/grad_norm": Metric("norm", "global norm before clipping; not finite if the step was skipped"),
         "trainer/learning_rate": Metric("1", "of this step"),
+        # Supervised fine-tuning.
+        "sft/epoch": Metric("epochs", "passes over the demonstrations so far"),
+        "sft/held_out_loss": Metric("nats", "mean −log p of loss tokens of what is held out, where it was computed"),
         # The critic, where algorithm.advantage is "gae".
         "critic/learning_rate": Metric("1", "of this step"),
         "critic/loss": Metric("reward²", "half the squared error of values, mean over loss tokens"),

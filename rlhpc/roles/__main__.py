@@ -50,6 +50,8 @@ def _loaded() -> tuple[RoleContext, Callable[[RoleContext], None]]:
     # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
     with loading_libraries():
         match context.role:
+            case "controller" if context.config.is_supervised:
+                from rlhpc.roles.controller.supervised import run
             case "controller":
                 from rlhpc.roles.controller.controller import run
             case "generator":

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -305,9 +305,12 @@ def what_was_set_aside(checkpoints: Path) -> list[Path]:
     return sorted(path for path in _entries_of(checkpoints) if _ASIDE_NAME.fullmatch(path.name))
 
 
-def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -> list[Path]:
+def prune(
+    checkpoints: Path, keep: int, known: KnownCheckpoints | None = None, spared: Collection[int] = ()
+) -> list[Path]:
     """Delete checkpoints older than the newest `keep` (at least 2) intact ones; returns the deleted ones.
 
+    spared: steps whose checkpoints stay, however old they are.
     Every byte of the kept ones is read, except of those in `known` that are unchanged since they were read.
     Damaged ones between them are set aside.  With fewer than `keep` intact ones nothing is deleted.  Nothing newer than
     the newest intact one is touched.  Remains of interrupted saves and deletions are deleted, too.
@@ -326,7 +329,8 @@ def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -
                 log.warning("%s; set aside as %s", state.problem, set_aside(state.path, state.fate).name)
             if len(kept) == keep:
                 break
-        deleted = [path for step, path in _steps_below(checkpoints) if len(kept) == keep and step < kept[-1].step]
+        oldest = kept[-1].step if len(kept) == keep else -1
+        deleted = [path for step, path in _steps_below(checkpoints) if step < oldest and step not in spared]
         for path in deleted:
             _remove(path)
         leftovers = [path for step, path in _steps_below(checkpoints, _LEFTOVER_NAME) if kept and step <= kept[0].step]

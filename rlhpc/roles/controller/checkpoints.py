@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from rlhpc.training.checkpoint_directory import KnownCheckpoints, begin, complet
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 log = logging.getLogger("rlhpc.checkpoint")
+LAST_SAVE_POLL_S = 0.2
 
 
 class FrozenPart(Protocol):
@@ -53,6 +54,10 @@ class OwnPart(Protocol):
     @property
     def keeps_all(self) -> bool:
         """True where no checkpoint may be deleted at present."""
+
+    @property
+    def spared(self) -> Collection[int]:
+        """Steps whose checkpoints are not deleted, however old they are."""
 
     def freeze(self, step: int, policy_version: int) -> FrozenPart:
         """Take a snapshot, before anything can be delivered."""
@@ -148,6 +153,19 @@ class CheckpointWriter:
         await self._ended()
         return not self.has_failed
 
+    async def write_surely(self, step: int, policy_version: int) -> None:
+        """Write one, again while the disk refuses: no later step would.  Returns when it is complete.
+
+        Raises CheckpointError if the disk refuses for too long.
+        """
+        await self.write(step, policy_version)
+        while not await self.has_succeeded():
+            self.raise_failure()
+            if self.is_overdue:
+                await self.write(step, policy_version)
+            else:
+                await asyncio.sleep(LAST_SAVE_POLL_S)
+
     async def finish(self) -> None:
         """Wait until the last one is complete.  Raises CheckpointError if it failed."""
         await self._ended()
@@ -241,7 +259,7 @@ class CheckpointWriter:
     def _delete_needless(self) -> None:
         """Delete older checkpoints and journals than are kept.  Raises CheckpointError, JournalError, OSError."""
         self._check_ownership()
-        prune(self._layout.checkpoints, self._keep, self._known)
+        prune(self._layout.checkpoints, self._keep, self._known, self._own.spared)
         self._own.delete_needless([step for step, _ in self._known.steps()])
 
     def _leave_out(self, error: CheckpointError) -> None:

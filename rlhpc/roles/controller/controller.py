@@ -14,7 +14,7 @@ test holds this table true):
     LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
     TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
-    CheckpointWriter._complete  reported()        Controller._hear; ControllerFrame._outlast_save
+    CheckpointWriter._complete  reported()        ControllerFrame.saved _outlast_save
 
 The train loop waits for the trainer's answers besides (batch_maker.py), for weights to be live before it saves, and
 for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of persistence.py.
@@ -239,7 +239,7 @@ class Controller(ControllerFrame):
                 self.loop.groups_changed()  # nobody may be trusted any more
                 self.dispatcher.wake()  # or one more
             elif isinstance(message, SaveReport):
-                self.checkpoints.reported(message)
+                self.saved(message)
 
     async def _take_in(self) -> None:
         """Receive rollouts and progress from generators.  Waits for their channel; wakes dispatcher and train loop."""

@@ -125,6 +125,10 @@ class ControllerFrame(ABC):
         ranks = (f"trainer-{rank}" for rank in range(self.context.config.trainer.num_ranks))
         return [name for name in ranks if self.registry.member(name) is None]
 
+    def saved(self, report: SaveReport) -> None:
+        """Take the trainer's word that a checkpoint is written, or that it could not be."""
+        self.checkpoints.reported(report)
+
     async def show(self, limit_s: float | None = None) -> None:
         """Write the status; after limit_s leave it to be written.  Raises OwnershipLost."""
         with suppress(TimeoutError):

@@ -108,7 +108,7 @@ class Guarding:
     def __init__(
         self,
         guard: StepGuard,
-        ledger: AdmissionLedger,
+        ledger: AdmissionLedger | None,
         admission: AdmissionConfig,
         *,
         file: GuardFile | None = None,
@@ -116,7 +116,9 @@ class Guarding:
         attempt: int = 0,
         may_tighten: bool = True,
     ) -> None:
-        """file: where actions are noted; None: nowhere.  lane: that writes it; None: one of its own.
+        """ledger: None where nothing is admitted.  file: where actions are noted; None: nowhere.
+
+        lane: that writes it; None: one of its own.
 
         may_tighten: False for a deterministic run, where which groups are admitted under which weights is settled.
         """
@@ -181,8 +183,9 @@ class Guarding:
         )
 
     def _set_admission(self) -> None:
-        is_tight = self._guard.rung >= Action.TIGHTEN
-        self._ledger.tighten(self._num_tight_slots if is_tight else self._num_slots)
+        if self._ledger is not None:
+            is_tight = self._guard.rung >= Action.TIGHTEN
+            self._ledger.tighten(self._num_tight_slots if is_tight else self._num_slots)
 
     def _count_skips(self, report: StepReport) -> None:
         is_finite = report.applied or bool(report.refused)

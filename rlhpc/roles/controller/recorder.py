@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -35,8 +36,8 @@ from rlhpc.rewards.outcomes import JUDGED, PREFIX, SECONDS, by_task
 from rlhpc.roles.controller.batch_maker import StepRecord
 from rlhpc.roles.controller.leases import IntakeStats, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane
-from rlhpc.roles.controller.run_status import LiveFigures
-from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.run_status import HeldOutLoss, LiveFigures
+from rlhpc.roles.controller.state import ControllerState, Totals
 from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.roles.lifecycle import RoleContext
 
@@ -74,6 +75,19 @@ _OF_DATASETS = {
 
 def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
     """Metrics of the batch and of the optimiser step; what a loss reports under a new name NAME is policy/NAME."""
+    return (
+        step_figures(record, token_budget)
+        | staleness_figures(record.groups, record.trained_version)
+        | {
+            "trainer/step_parts": float(record.batch.num_parts_before + 1),
+            "time/wait_for_groups_s": record.wait_for_groups_s,
+            "time/wait_for_weights_s": record.until_live_s,
+        }
+    )
+
+
+def step_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
+    """Metrics of the optimiser step and of its rows, whatever they are made of."""
     report = dict(record.report.metrics)
     squares = report.pop("importance_weight_squared", None)
     by_age = {name: report.pop(name) for name in list(report) if name.startswith("age_")}
@@ -82,23 +96,16 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
     figures = {names[name]: value for name, value in report.items()} | age_figures(by_age)
     if squares is not None:  # the report holds means: n of each cancels in the ratio
         figures["policy/ess"] = effective_sample_share(record.report.metrics, 1)
-    return (
-        figures
-        | staleness_figures(record.groups, record.trained_version)
-        | {
-            "packing/fill": packing_fill(record.batch, token_budget),
-            "packing/num_microbatches": float(sum(len(minibatch.ranks[0]) for minibatch in record.batch.minibatches)),
-            "packing/lockstep_slowdown": record.lockstep_slowdown,
-            "trainer/step_parts": float(record.batch.num_parts_before + 1),
-            "time/wait_for_groups_s": record.wait_for_groups_s,
-            "time/pack_s": record.pack_s,
-            "time/wait_for_weights_s": record.until_live_s,
-            "time/checkpoint_s": record.checkpoint_s,
-            "time/checkpoint_write_s": record.checkpoint_write_s,
-            "guard/action": float(record.guard.action),
-            "guard/alarm_steps": float(record.guard.num_bad_steps),
-        }
-    )
+    return figures | {
+        "packing/fill": packing_fill(record.batch, token_budget),
+        "packing/num_microbatches": float(sum(len(minibatch.ranks[0]) for minibatch in record.batch.minibatches)),
+        "packing/lockstep_slowdown": record.lockstep_slowdown,
+        "time/pack_s": record.pack_s,
+        "time/checkpoint_s": record.checkpoint_s,
+        "time/checkpoint_write_s": record.checkpoint_write_s,
+        "guard/action": float(record.guard.action),
+        "guard/alarm_steps": float(record.guard.num_bad_steps),
+    }
 
 
 def sampling_figures(stats: IntakeStats) -> dict[str, float]:
@@ -145,6 +152,75 @@ NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, 
 MAX_UNWRITTEN = 4  # steps, with their rollouts: if the lane is slower than steps are, these wait for it
 
 
+Step = TypeVar("Step")
+
+
+class UnwrittenSteps(Generic[Step]):
+    """Steps that were recorded, and are written in their lane: what people look at follows."""
+
+    def __init__(self, lane: DiskLane, write: Callable[[Step], None]) -> None:
+        """write: writes one step; one at a time, in their order."""
+        self._lane, self._write = lane, write
+        self.steps: deque[Step] = deque()
+        self._has_work, self._has_room = asyncio.Event(), asyncio.Event()
+
+    async def put(self, step: Step) -> None:
+        """Have it written; wait while many are not."""
+        self.steps.append(step)
+        self._has_work.set()
+        while len(self.steps) > MAX_UNWRITTEN:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    async def run(self) -> None:
+        """Write what was put in, endlessly."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            await self.write_all()
+
+    async def write_all(self) -> None:
+        """Write what is left."""
+        while self.steps:
+            step = self.steps.popleft()
+            self._has_room.set()
+            await self._lane.run(self._write, step)
+
+
+class StepTimes:
+    """Durations of steps, the rate of training and the time that is left, between the steps of one attempt."""
+
+    def __init__(self, num_steps: int, clock: Clock) -> None:
+        self._eta, self._clock = Eta(num_steps), clock
+        self._last_step_at: float | None = None
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
+        self._trained = Rate(RATE_WINDOW_S, clock())
+
+    def begin(self) -> None:
+        """Call when training begins."""
+        self._last_step_at = self._clock()
+        self._trained = Rate(RATE_WINDOW_S, self._last_step_at)
+
+    def step_done(self, num_steps: int, num_tokens: int) -> float:
+        """Take the end of a step, the num_steps-th; return its duration in seconds."""
+        now = self._clock()
+        step_s = now - (self._last_step_at if self._last_step_at is not None else now)
+        self._last_step_at = now
+        self._recent_s.append(step_s)
+        self._trained.add(now, num_tokens)
+        self._eta.step_done(num_steps, now)
+        return step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens trained a second, over the last steps."""
+        return self._trained.per_second(self._clock())
+
+    def show(self, live: LiveFigures) -> None:
+        """Put the longest of the last steps, and the time that is left, into the figures that people see."""
+        live.step_s, live.eta_s = max(self._recent_s), self._eta.remaining_s()
+
+
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
     """A step, as `record` leaves it."""
@@ -177,53 +253,37 @@ class RunRecorder:
         self._channels, self._lane = channels, lane
         self.lag = LoopLag(clock)  # of the event loop, while its run() runs
         self._clock = clock
-        self._recorder = Recorder(context.layout.tensorboard, seam=state.step if context.attempt > 0 else None)
-        self._recorder.config(context.layout.config.read_text())
-        if context.resume_step is not None:
-            self._recorder.resumed(context.resume_step, context.attempt)
+        self._recorder = open_event_file(context, state.step)
         self._generators = GeneratorMeter(registry)
-        self._eta = Eta(context.config.run.num_steps)
+        self._times = StepTimes(context.config.run.num_steps, clock)
         now = self._clock()
-        self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
+        self._generated = Rate(RATE_WINDOW_S, now)
         self._wall_from = now - state.totals.wall_s
-        self._last_step_at: float | None = None
-        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
-        self._unwritten: deque[_Unwritten] = deque()
-        self._has_work, self._has_room = asyncio.Event(), asyncio.Event()
+        self._unwritten = UnwrittenSteps(lane, self._write)
         live.attempt, live.resume_step = context.attempt, context.resume_step
         live.step, live.version = state.step, state.policy_version
         self._show_totals()
 
     def training_begins(self) -> None:
         """Call when the first weights are live: training time is counted from here."""
-        now = self._clock()
-        self._last_step_at = now
-        self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
+        self._times.begin()
+        self._generated = Rate(RATE_WINDOW_S, self._clock())
         self._generators.look()
         self._live.phase = "training"
 
     async def record(self, record: StepRecord) -> None:
         """Record one step; wait while many are unwritten."""
-        now, stats = self._clock(), self._sink.drain()
-        step_s = now - (self._last_step_at if self._last_step_at is not None else now)
-        self._last_step_at = now
-        self._recent_s.append(step_s)
+        stats = self._sink.drain()
+        step_s = self._times.step_done(record.report.step + 1, tokens_trained(record.batch))
         figures = self._account(record, stats, step_s) | self._situation()
         has_details = record.report.step % DETAILS_EVERY_STEPS == 0
         samples = self._samples(record.groups) if has_details else []
-        self._show(record, stats, figures, now)
-        self._unwritten.append(_Unwritten(record, stats, figures, samples))
-        self._has_work.set()
-        while len(self._unwritten) > MAX_UNWRITTEN:
-            self._has_room.clear()
-            await self._has_room.wait()
+        self._show(record, stats, figures)
+        await self._unwritten.put(_Unwritten(record, stats, figures, samples))
 
     async def run(self) -> None:
         """Write what was recorded, endlessly."""
-        while True:
-            await self._has_work.wait()
-            self._has_work.clear()
-            await self._write_all()
+        await self._unwritten.run()
 
     def close_totals(self) -> None:
         """Update the seconds in the totals."""
@@ -231,16 +291,10 @@ class RunRecorder:
 
     async def close(self) -> None:
         """Write what is left, and flush."""
-        await self._write_all()
+        await self._unwritten.write_all()
         await self._lane.run(self._recorder.close)
 
     # ------------------------------------------------------------------------------------------------------- internals
-
-    async def _write_all(self) -> None:
-        while self._unwritten:
-            step = self._unwritten.popleft()
-            self._has_room.set()
-            await self._lane.run(self._write, step)
 
     def _write(self, step: _Unwritten) -> None:
         record, stats = step.record, step.stats
@@ -262,7 +316,6 @@ class RunRecorder:
         num_tokens = tokens_trained(record.batch)
         idle_s = record.report.metrics.get("wait_for_batch_s", 0.0)
         generator_s, generator_idle_s = self._generators.look()
-        self._trained.add(now, num_tokens)
         self._generated.add(now, stats.num_tokens)
         totals.steps += 1
         totals.skipped_steps += not record.report.applied
@@ -283,7 +336,7 @@ class RunRecorder:
             "trainer/idle_ratio": min(1.0, idle_s / step_s) if step_s else 0.0,
             "generator/idle_ratio": generator_idle_s / generator_s if generator_s else 0.0,
             **self._generators.decoding.figures(),
-            "trainer/tokens_per_s": self._trained.per_second(now),
+            "trainer/tokens_per_s": self._times.tokens_per_s,
             "generator/tokens_per_s": self._generated.per_second(now),
             "trainer/skipped_steps": float(totals.skipped_steps),
             "time/step_s": step_s,
@@ -363,17 +416,115 @@ class RunRecorder:
             live.trainer_tokens_per_s = totals.tokens_trained / totals.training_s
             live.generator_tokens_per_s = totals.tokens_generated / totals.training_s
 
-    def _show(self, record: StepRecord, stats: IntakeStats, figures: dict[str, float], now: float) -> None:
+    def _show(self, record: StepRecord, stats: IntakeStats, figures: dict[str, float]) -> None:
         live, values = self._live, rewards(stats.groups)
-        self._eta.step_done(record.report.step + 1, now)
+        self._times.show(live)
         live.step, live.version = record.report.step + 1, record.report.policy_version
-        live.step_s, live.save_s = max(self._recent_s), record.longest_save_s
+        live.save_s = record.longest_save_s
         live.reward = self._totals.last_reward = float(values.mean()) if len(values) else live.reward
         live.staleness_max = self._totals.staleness_max
         live.checkpoints_failed = self._totals.checkpoints_failed
         live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
         live.generator_tokens_per_s = figures["generator/tokens_per_s"]
-        live.eta_s = self._eta.remaining_s()
+
+
+class StageRecorder:
+    """Keeps the totals of supervised fine-tuning and writes metrics for people."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        totals: Totals,
+        live: LiveFigures,
+        held_out: HeldOutLoss,
+        lane: DiskLane,
+        *,
+        channels: Sequence[ServerChannel],
+        clock: Clock,
+        num_conversations: int,
+    ) -> None:
+        """live: with the step to begin with.  num_conversations: of an epoch."""
+        self._config, self._totals, self._live, self._held_out = context.config, totals, live, held_out
+        self._channels, self._lane, self._clock = channels, lane, clock
+        self._epochs_a_step = context.config.sft.batch_size / num_conversations
+        self.lag = LoopLag(clock)  # of the event loop, while its run() runs
+        self._recorder = open_event_file(context, live.step)
+        self._times, self._wall_from = StepTimes(context.config.run.num_steps, clock), clock() - totals.wall_s
+        self._unwritten = UnwrittenSteps(lane, self._write)
+        live.attempt, live.resume_step, live.held_out = context.attempt, context.resume_step, held_out
+        live.checkpoints_failed = totals.checkpoints_failed
+
+    def training_begins(self) -> None:
+        """Training time is counted from here."""
+        self._times.begin()
+        self._live.phase = "training"
+
+    async def record(self, record: StepRecord) -> None:
+        """Record one step; wait while many are unwritten."""
+        totals, live, step = self._totals, self._live, record.report.step
+        num_tokens, idle_s = tokens_trained(record.batch), record.report.metrics.get("wait_for_batch_s", 0.0)
+        step_s = self._times.step_done(step + 1, num_tokens)
+        fill = packing_fill(record.batch, self._config.trainer.token_budget)
+        totals.steps += 1
+        totals.skipped_steps += not record.report.applied
+        totals.tokens_trained += num_tokens
+        totals.packing_fill_sum += fill
+        totals.trainer_idle_s += min(idle_s, step_s)
+        totals.training_s += step_s
+        self.close_totals()
+        self._times.show(live)
+        live.step, live.version, live.save_s = step + 1, record.report.policy_version, record.longest_save_s
+        live.loss, live.checkpoints_failed = record.report.metrics.get("loss"), totals.checkpoints_failed
+        live.trainer_tokens_per_s = self._times.tokens_per_s
+        lost, denied = (
+            float(sum(getattr(one.statistics, name) for one in self._channels))
+            for name in ("messages_lost", "connections_denied")
+        )
+        figures = {
+            "sft/epoch": (step + 1) * self._epochs_a_step,
+            "trainer/idle_ratio": min(1.0, idle_s / step_s) if step_s else 0.0,
+            "trainer/tokens_per_s": live.trainer_tokens_per_s,
+            "trainer/skipped_steps": float(totals.skipped_steps),
+            "time/step_s": step_s,
+            "tokens/trained_total": float(totals.tokens_trained),
+            "checkpoint/failed_total": float(totals.checkpoints_failed),
+            "transport/lost_total": lost,
+            "transport/denied_total": denied,
+            "event_loop/lag_s": self.lag.take(),
+            "wall_s": totals.wall_s,
+        }
+        if self._held_out.step == step + 1 and self._held_out.loss is not None:
+            figures["sft/held_out_loss"] = self._held_out.loss
+        await self._unwritten.put((record, figures))
+
+    async def run(self) -> None:
+        """Write what was recorded, endlessly."""
+        await self._unwritten.run()
+
+    def close_totals(self) -> None:
+        """Update the seconds in the totals."""
+        self._totals.wall_s = self._clock() - self._wall_from
+
+    async def close(self) -> None:
+        """Write what is left, and flush."""
+        await self._unwritten.write_all()
+        await self._lane.run(self._recorder.close)
+
+    def _write(self, step: tuple[StepRecord, dict[str, float]]) -> None:
+        record, figures = step
+        number = record.report.step
+        self._recorder.step(number, step_figures(record, self._config.trainer.token_budget) | figures)
+        if record.guard.text:
+            self._recorder.guard(number, record.guard.text)
+
+
+def open_event_file(context: RoleContext, step: int) -> Recorder:
+    """Open the event file of this attempt, which begins with this step.  Raises RunDirectoryError, OSError."""
+    recorder = Recorder(context.layout.tensorboard, seam=step if context.attempt > 0 else None)
+    recorder.config(context.layout.config.read_text())
+    if context.resume_step is not None:
+        recorder.resumed(context.resume_step, context.attempt)
+    return recorder
 
 
 @dataclass(slots=True)

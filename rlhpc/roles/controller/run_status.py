@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -263,6 +264,31 @@ def _shares(watched: _Watched, seconds: float) -> dict[str, float]:
 
 
 @dataclass(slots=True)
+class HeldOutLoss:
+    """Losses of supervised fine-tuning on what it does not learn from; part of its checkpoints."""
+
+    step: int = -1  # after which the newest was computed; -1: none was
+    loss: float | None = None  # nats a token
+    first: float | None = None
+    best: float | None = None
+    best_step: int = -1
+    num_worse: int = 0  # since then
+
+    def note(self, step: int, loss: float) -> bool:
+        """Take a new one; whether it is the lowest."""
+        self.step, self.loss, self.first = step, loss, loss if self.first is None else self.first
+        is_best = math.isfinite(loss) and (self.best is None or loss < self.best)
+        if is_best:
+            self.best, self.best_step = loss, step
+        self.num_worse = 0 if is_best else self.num_worse + 1
+        return is_best
+
+    def is_enough(self, early_stop: int | str) -> bool:
+        """Whether so many were not the lowest that the run ends; "off": never."""
+        return early_stop != "off" and self.num_worse >= int(early_stop)
+
+
+@dataclass(slots=True)
 class LiveFigures:
     """The numbers of the progress line, and those that a supervisor plans with."""
 
@@ -279,6 +305,8 @@ class LiveFigures:
     attempt: int = 0
     resume_step: int | None = None  # the checkpoint that the attempt resumed from
     checkpoints_failed: int = 0  # skipped since the start because they could not be written
+    loss: float | None = None  # of supervised fine-tuning, at the last step; nats a token
+    held_out: HeldOutLoss | None = None  # the same; None: reinforcement learning
     is_ending: bool = False  # all roles have been told to leave, or are about to be: also where the run has failed
 
 
@@ -290,11 +318,12 @@ class StatusBoard:
         layout: RunLayout,
         config: Config,
         registry: ProcessRegistry,
-        ledger: AdmissionLedger,
+        ledger: AdmissionLedger | None,
         fence: Fence | None = None,
         writers: Sequence[Journaling | PatientSealing | CheckpointWriter] = (),
         gate: ErrorGate | None = None,
     ) -> None:
+        """ledger: None where nothing is admitted."""
         self._path, self._config, self._registry, self._ledger = layout.status, config, registry, ledger
         self._fence, self._writers, self._gate = fence, writers, gate
         self._timeline = Timeline(layout.timeline, fence)
@@ -308,13 +337,14 @@ class StatusBoard:
             "name": self._config.run.name,
             "unix_time_s": now_s,
             "num_steps": self._config.run.num_steps,
-            "staleness_bound": self._ledger.staleness_bound,
-            "queue": self._ledger.counts() | {"oldest_in_flight_s": round(self._ledger.oldest_in_flight_age_s)},
+            "stage": self._config.run.stage,
+            "staleness_bound": 0 if self._ledger is None else self._ledger.staleness_bound,
+            "queue": {} if self._ledger is None else _queue_of(self._ledger),
             "roles": roles,
             "disk_troubles": [each.disk_trouble for each in self._writers if each.disk_trouble],
             "errors": self._gate.document() if self._gate is not None else {},
             "verifiers": by_task(self._registry.totals(PREFIX, "reward", "generator")),
-            **{name: getattr(figures, name) for name in LiveFigures.__slots__},
+            **asdict(figures),
         }
         return json.dumps(document).encode()
 
@@ -331,3 +361,7 @@ class StatusBoard:
         except OSError as error:
             log.warning("%s not written: %s", self._path, error.strerror or error)
         self._timeline.write(time.time())
+
+
+def _queue_of(ledger: AdmissionLedger) -> dict[str, int]:
+    return ledger.counts() | {"oldest_in_flight_s": round(ledger.oldest_in_flight_age_s)}

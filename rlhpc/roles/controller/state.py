@@ -300,6 +300,11 @@ class StatePart:
         """True while the guard may end the run: else no checkpoint from before the alarm might be left."""
         return self._state.guard.may_end_the_run
 
+    @property
+    def spared(self) -> Sequence[int]:
+        """No checkpoint is better than a later one, as far as the controller knows."""
+        return ()
+
     def freeze(self, step: int, policy_version: int) -> FrozenState:
         """Take a snapshot.  Raises LedgerError if a group was taken before this step and is not consumed."""
         state = self._state

@@ -172,8 +172,6 @@ def refuse_stale(groups: Sequence[RolloutGroup], version: int, bound: int) -> No
 
 # ----------------------------------------------------------------------------------------------------------- train loop
 
-LAST_SAVE_POLL_S = 0.2
-
 
 class TrainLoop:
     """Runs steps until the last one or until `stop`."""
@@ -463,13 +461,7 @@ class TrainLoop:
         if self.step > self._saved or checkpoints.has_failed:
             is_over = self.step >= self._config.run.num_steps
             if self._lockstep is None or is_over or self._lockstep.is_settled(self.step):
-                await self._save(checkpoints)
-                while not await checkpoints.has_succeeded():
-                    checkpoints.raise_failure()
-                    if checkpoints.is_overdue:
-                        await self._save(checkpoints)
-                    else:
-                        await asyncio.sleep(LAST_SAVE_POLL_S)
+                await checkpoints.write_surely(self.step, self.version)
             else:
                 log.info("no checkpoint: a resume trains the steps after the last one again, from the journal")
         await checkpoints.finish()

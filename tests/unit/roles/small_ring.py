@@ -52,6 +52,7 @@ from rlhpc.protocol.types import (
     WeightManifest,
 )
 from rlhpc.roles.controller.batch_maker import RANK_0, StepRecord, TrainerLink
+from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.guarding import GuardFile, Guarding
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.weight_sync import Canary, WeightSync, WeightSyncLimits, transport_choice
@@ -204,6 +205,8 @@ class FakeCheckpoints:
     async def has_succeeded(self) -> bool:
         await self.written.wait()
         return not self.has_failed
+
+    write_surely = CheckpointWriter.write_surely
 
     async def finish(self) -> None:
         await self.written.wait()

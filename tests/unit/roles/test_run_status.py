@@ -118,7 +118,7 @@ async def test_the_longest_of_the_last_ten_steps_is_told_until_ten_more_have_pas
     async with recorded_ring(tmp_path, 1, clock=clock) as (ring, recorder, board):
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
-        step = recorder._unwritten[0].record
+        step = recorder._unwritten.steps[0].record
         writing = asyncio.create_task(recorder.run())
         recorder.training_begins()
         clock.advance(7.0)
@@ -189,7 +189,7 @@ async def test_zero_variance_groups_are_replaced_only_where_they_are_not_trained
     async with recorded_ring(tmp_path, 1, saved=saved, active_sampling=active_sampling) as (ring, recorder, _):
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
-        (step,) = recorder._unwritten
+        (step,) = recorder._unwritten.steps
         assert step.figures["group/replaced_total"] == replaced
         assert recorder._totals.zero_variance_groups == 3
 

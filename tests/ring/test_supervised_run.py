@@ -1,0 +1,156 @@
+"""Supervised fine-tuning as a run: from demonstrations to a model, ended from outside and gone on with, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import read_resolved
+from rlhpc.data.demonstrations import open_demonstrations
+from rlhpc.training.checkpoint_directory import KnownCheckpoints
+from tests.contracts.trainer_textbook import load_hf
+from tests.ring.run_kit import Lab, Run, rlhpc, scalars, summary_of, to_toml
+
+pytestmark = pytest.mark.ring
+NUM_STEPS = 24
+
+
+def stage_file(lab: Lab, name: str, **sections: Mapping[str, Any]) -> Path:
+    """Write NAME.toml: 24 steps on additions, with these sections laid over it; returns its path."""
+    rng, data = random.Random(0), lab.root / "additions.jsonl"
+    if not data.exists():
+        pairs = [(rng.randrange(30), rng.randrange(30)) for _ in range(300)]
+        data.write_text("".join(f"{json.dumps({'sum': f'{a}+{b}=', 'is': str(a + b)})}\n" for a, b in pairs))
+    settings: dict[str, Any] = {
+        "run": {"name": name, "directory": str(lab.root / "runs" / name), "deterministic": True},
+        "model": {"path": str(lab.model), "dtype": "float32"},
+        "demonstrations": {"path": str(data), "prompt_field": "sum", "completion_field": "is"},
+        "sft": {"batch_size": 150, "num_steps": NUM_STEPS, "held_out": 0.1, "evaluate_every": 6, "learning_rate": 5e-3},
+        "trainer": {"backend": "reference", "token_budget": 128, "device": "cpu"},
+        "checkpoint": {"every_steps": 5},
+    }
+    for section, values in sections.items():
+        settings[section] = {**settings.get(section, {}), **values}
+    (lab.root / f"{name}.toml").write_text(to_toml(settings), encoding="utf-8")
+    return lab.root / f"{name}.toml"
+
+
+def done(lab: Lab, name: str, *words: str, **sections: Mapping[str, Any]) -> RunLayout:
+    with Run(stage_file(lab, name, **sections), lab.layout(name), *words) as run:
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    return lab.layout(name)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab) -> RunLayout:
+    return done(lab, "undisturbed")
+
+
+def weights_of(layout: RunLayout) -> dict[str, torch.Tensor]:
+    return dict(load_hf(layout.model).state_dict())
+
+
+def same(one: RunLayout, other: RunLayout) -> bool:
+    """Whether two runs have ended with the same model, bit for bit, on the same losses."""
+    first, second = weights_of(one), weights_of(other)
+    assert scalars(one, "sft/held_out_loss") == scalars(other, "sft/held_out_loss")
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def held_out_loss(layout: RunLayout) -> float:
+    """The loss of the exported model on what the run has held out, by transformers in float64."""
+    config, _ = read_resolved(layout)
+    model, nll, number = load_hf(layout.model).double(), 0.0, 0
+    for each in open_demonstrations(config).held_out():
+        tokens = torch.from_numpy(each.token_ids.astype("int64"))
+        wanted = torch.where(torch.from_numpy(each.loss_mask.copy()), tokens, -100)[1:]
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0, :-1]
+        nll += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+        number += int((wanted >= 0).sum())
+    return nll / number
+
+
+def test_a_run_learns_from_demonstrations_and_leaves_a_model_that_others_load(undisturbed: RunLayout) -> None:
+    layout, summary = undisturbed, summary_of(undisturbed)
+    losses, held_out = scalars(layout, "trainer/loss"), scalars(layout, "sft/held_out_loss")
+    assert (summary["steps"], summary["epochs"], len(losses)) == (NUM_STEPS, NUM_STEPS * 150 / 270, NUM_STEPS)
+    assert losses[-1] < 0.7 * losses[0]
+    assert len(held_out) == NUM_STEPS / 6
+    assert held_out[-1] == pytest.approx(held_out_loss(layout), rel=1e-5)
+    assert summary["held_out_best"] == pytest.approx(min(held_out))
+    assert [step for step, _ in KnownCheckpoints(layout.checkpoints).steps()] == [20, NUM_STEPS]
+    assert sorted(path.name for path in layout.logs.iterdir()) == ["controller-0", "trainer-0"]
+
+
+def test_commands_that_look_at_runs_know_it(undisturbed: RunLayout) -> None:
+    root = str(undisturbed.root)
+    told = {name: rlhpc(*words) for name, *words in (
+        ("status", "status", root), ("list", "list", root), ("report", "report", root), ("check", "check", root),
+        ("audit", "audit", root), ("metrics", "metrics", root),
+    )}  # fmt: skip
+    assert {name: each.returncode for name, each in told.items()} == dict.fromkeys(told, 0) | {"audit": 2}
+    assert "supervised fine-tuning   loss" in told["status"].stdout
+    assert "held out" in told["status"].stdout
+    assert "reward" not in told["status"].stdout
+    assert f"complete  {NUM_STEPS}/{NUM_STEPS}  -" in told["list"].stdout
+    assert "held out  loss" in told["report"].stdout
+    assert "staleness" not in told["report"].stdout
+    assert "sound; a resume starts from step 24" in told["check"].stdout
+    assert "`rlhpc check" in told["audit"].stderr
+    assert "sft/held_out_loss" in told["metrics"].stdout
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"backend": "megatron", "num_ranks": 2, "tensor_parallel": 2},
+        {"backend": "deepspeed", "num_ranks": 2, "zero_stage": 2},
+    ],
+    ids=["megatron-tp2", "deepspeed-dp2"],
+)
+def test_ranks_of_every_backend_learn_what_one_rank_learns(
+    lab: Lab, undisturbed: RunLayout, trainer: dict[str, Any]
+) -> None:
+    layout = done(lab, f"by-{trainer['backend']}", trainer=trainer, sft={"num_steps": 6})
+    one = scalars(undisturbed, "trainer/loss")[:6]
+    assert scalars(layout, "trainer/loss")[0] == pytest.approx(one[0], rel=1e-5)
+    assert scalars(layout, "sft/held_out_loss")[0] == pytest.approx(held_out_loss(layout), rel=1e-5)
+    assert (layout.model / "config.json").exists()
+
+
+@pytest.mark.parametrize("role", ["controller", "trainer"])
+def test_a_run_whose_process_is_killed_ends_as_if_nothing_had_happened(
+    lab: Lab, undisturbed: RunLayout, role: str
+) -> None:
+    name = f"{role}-killed"
+    with Run(stage_file(lab, name), lab.layout(name)) as run:
+        run.wait_for_step(8)
+        run.kill_roles(role)
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    assert len(run.layout.attempts.read_text().splitlines()) == 2
+    assert same(run.layout, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_run_that_was_ended_goes_on_to_the_same_model(
+    lab: Lab, undisturbed: RunLayout, number: signal.Signals
+) -> None:
+    name = f"ended-by-{number.name.lower()}"
+    with Run(stage_file(lab, name), lab.layout(name)) as run:
+        run.wait_for_step(7)
+        run.interrupt(number)
+        run.finish()
+        run.assert_nothing_is_left(30.0)
+    assert not run.layout.summary.exists()
+    assert same(done(lab, name, "--resume"), undisturbed)
