@@ -1,7 +1,7 @@
 """Charts as SVG text, for self-contained pages.
 
-Input: arrays.  Output: an <svg> element.  Long curves are drawn as means over some hundred intervals, which the chart
-says; a value that is not finite is a gap.
+Input: arrays.  Output: an <svg> element.  Long curves are drawn as means over some hundred intervals, with a note in
+the chart; a value that is not finite is a gap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Numbers = NDArray[np.float64]
 
 
 def line_chart(title: str, steps: NDArray[np.int64], lines: Mapping[str, Numbers], *, from_zero: bool = False) -> str:
-    """Curves over the same steps."""
+    """Chart of curves over the same steps."""
     if not lines or not len(steps):
         return _svg([_title(title), _note("nothing yet")])
     thin_steps, thin, is_thinned = _thinned(steps.astype(float), lines)
@@ -65,12 +65,12 @@ def histogram(title: str, how_often: Mapping[int, int], *, x_label: str, most_ba
 
 
 def stacked_chart(title: str, steps: NDArray[np.int64], layers: Mapping[str, Numbers]) -> str:
-    """Layers on top of each other; values that are not finite count as 0."""
+    """Chart of layers on top of each other; values that are not finite count as 0."""
     thin_steps, thin, is_thinned = _thinned(steps.astype(float), layers)
     if not len(thin_steps):
         return _svg([_title(title), _note("nothing yet")])
     stack = np.cumsum([np.nan_to_num(np.maximum(values, 0)) for values in thin.values()], axis=0)
-    ticks = nice_ticks(0, float(np.quantile(stack[-1], 0.98)) or 1.0)  # one long step must not flatten all others
+    ticks = nice_ticks(0, float(np.quantile(stack[-1], 0.98)) or 1.0)  # clips a long step
     x = Scale(float(thin_steps[0]), float(max(thin_steps[-1], thin_steps[0] + 1)), _LEFT, WIDTH - _RIGHT)
     y = Scale(0, ticks[-1], HEIGHT - _BOTTOM, _TOP)
     parts = []

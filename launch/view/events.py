@@ -1,8 +1,8 @@
 """The events of a run in order of time, from the records of supervisors, controllers, launchers and the guard.
 
 Input: jobs/*.events.jsonl, timeline.jsonl, attempts.jsonl, guard.jsonl, jobs/*.json of a run directory.
-Output: Happening, oldest first, and what each process did when.  Lines that cannot be read are
-skipped: this is for viewing only.
+Output: Happening, oldest first, and each process's work and waiting over time.  Unreadable lines are skipped: this is
+for viewing only.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def _balance(view: RunView, mean: Reader) -> Iterator[str]:
 
 
 def _no_room_for(view: RunView, num_processes: int, gpus_each: int) -> str:
-    """Why this many processes more would find no place on the machine of a run without Slurm; "": they would."""
+    """Reason why a run without Slurm has no room for num_processes more on its machine; "": there is room."""
     if view.was_submitted_last:
-        return ""  # the site grants what is asked for
+        return ""  # the site decides
     machine = view.plans[-1].get("machine")
     if not isinstance(machine, dict) or view.config is None:
         return ""
@@ -117,7 +117,7 @@ def _both_wait(view: RunView, mean: Reader, generators: float, trainer: float) -
 
 
 def _can_be_in_parts(view: RunView, mean: Reader) -> bool:
-    """And are not: by default parts begin only where they fill the rows of all ranks."""
+    """True if batches can come in parts and do not: by default a part has to fill the rows of all ranks."""
     config = view.config
     if config is None or config.admission.step_parts not in ("auto", 1) or mean("trainer/step_parts") > 1:
         return False
@@ -142,7 +142,7 @@ def _rollouts(view: RunView, mean: Reader) -> Iterator[str]:
 
 
 def _batches(view: RunView, mean: Reader) -> Iterator[str]:
-    """Micro-batches with room in them, and ranks that have more of them than others."""
+    """Micro-batches with unused room, and ranks with more micro-batches than others."""
     fill, rows = mean("packing/fill"), mean("packing/num_microbatches")
     budget = view.config.trainer.token_budget if view.config is not None else 0
     if 0 < fill < 0.6:
@@ -159,7 +159,7 @@ def _batches(view: RunView, mean: Reader) -> Iterator[str]:
 
 
 def _services(view: RunView, mean: Reader) -> Iterator[str]:
-    """Engines without cache, verifiers that fail or are too few."""
+    """Engines short of cache, verifiers that fail or are too few."""
     curve = view.curves.get("generator/preemptions")
     total = curve.growth if curve is not None else 0.0  # each generator counts from its own start
     if total > 0.02 * max(1, view.sampled.num_rollouts):
@@ -178,7 +178,7 @@ def _services(view: RunView, mean: Reader) -> Iterator[str]:
 
 
 def _steps(view: RunView, mean: Reader) -> Iterator[str]:
-    """A policy that moves too fast, checkpoints that take too long, and what was lost with generators."""
+    """A policy that changes too fast, checkpoints that take too long, and tokens lost with generators."""
     ess, clipped = view.mean_of("policy/ess"), mean("policy/clip_high_share")
     if ess is not None and ess < 0.3:
         yield f"The effective sample size is {ess:.0%}: lower admission.max_staleness or the learning rate."
@@ -201,23 +201,23 @@ def _steps(view: RunView, mean: Reader) -> Iterator[str]:
 
 # --------------------------------------------------------------------------------------------------------------- spells
 #
-# What each process of a run did when, from timeline.jsonl; intervals of a long run are merged.
+# Work and waiting of each process over time, from timeline.jsonl; intervals of a long run are merged.
 #
 # Input: the file, which may still be growing.  Output: Recorded.  A month of 512 generators is 2.8 million shares of
 # intervals in 150 MB: lines are read one by one, and neighbours merged as a chart would do.
 
 MOST_STRETCHES = 900  # of the file, or few more: twice what a chart has columns for
-_GAP_S = 1.0  # between two intervals: the process was not there
+_GAP_S = 1.0  # between two intervals: the process was absent
 
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """What a process did in an interval, or in several consecutive ones."""
+    """Work and waiting of a process in one or several consecutive intervals."""
 
     process: str
     begin_s: float
     end_s: float
-    shares: dict[str, float]  # "works", or what it waited for → share of the time
+    shares: dict[str, float]  # "works", or the reason for waiting → share of the time
     phase: str  # of the run
 
 
@@ -226,7 +226,7 @@ class Recorded:
     """The content of a timeline."""
 
     spells: list[Spell] = field(default_factory=list)  # of each process, oldest first
-    events: list[TimelineEntry] = field(default_factory=list)  # arrivals and losses, as they stand there
+    events: list[TimelineEntry] = field(default_factory=list)  # arrivals and losses, unchanged
     times: list[float] = field(default_factory=list)  # earliest and latest of all lines; [] without lines
 
 
@@ -242,7 +242,7 @@ class _Stretch:
     shares: dict[str, float] = field(default_factory=dict)
 
     def goes_on(self, number: int, entry: TimelineEntry) -> bool:
-        """Whether an interval continues this stretch: not across a time when the process was absent."""
+        """True if an interval continues this stretch: not across a time when the process was absent."""
         is_next = entry.unix_time_s - entry.seconds - self.end_s <= _GAP_S
         return is_next and number == self.number and entry.phase == self.phase
 
@@ -283,7 +283,7 @@ def read_timeline(path: Path) -> Recorded:
 
 
 def _can_be_read(entry: TimelineEntry) -> bool:
-    """Whether what is in a line has the forms that it should have."""
+    """True if the fields of an entry have the right types."""
     works = [entry.work, *entry.work.values()] if isinstance(entry.work, dict) else [None]
     return (
         is_time(entry.unix_time_s)
@@ -307,9 +307,9 @@ def _num_lines(path: Path) -> int:
 # ----------------------------------------------------------------------------------------------------------- happenings
 
 
-# Events of supervisors and controllers that are not faults and follow from one that is shown.
+# Events of supervisors and controllers that are not faults and follow from another event that is shown.
 _AS_PLANNED = {"life", "part_left", "part_end", "start", "sbatch", "end", "submit"}
-_LONGEST, _HEAD = 240, 170  # characters of a text that is shown, and of its beginning
+_LONGEST, _HEAD = 240, 170  # characters of a shown text, and of its beginning
 # Counters whose growth is an event, with its text in the singular.
 _COUNTERS = {
     "checkpoint/failed_total": ("checkpoint", "checkpoint could not be written"),
@@ -338,7 +338,7 @@ _FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """One event."""
+    """An event of a run."""
 
     unix_time_s: float
     who: str  # a process, a job, or "run"
@@ -354,11 +354,11 @@ class Happening:
 
     @property
     def is_fault(self) -> bool:
-        """Something went wrong, or was undone."""
+        """True if something failed or was undone."""
         if self.kind == "verdict":
             return self.text.partition(":")[0] not in _GOOD_ENDS
         if self.kind == "guard":
-            return not self.text.startswith("warn:")  # a figure was out of bounds, and nothing was done about it
+            return not self.text.startswith("warn:")  # a figure was out of bounds, without consequences
         return self.kind in _FAULTS
 
     @property
@@ -369,7 +369,7 @@ class Happening:
 
 @dataclass(slots=True)
 class Story:
-    """All events of a run, and what its processes did when."""
+    """All events of a run, and the work of its processes over time."""
 
     happenings: list[Happening] = field(default_factory=list)  # oldest first
     spells: list[Spell] = field(default_factory=list)
@@ -383,12 +383,12 @@ class Story:
 
     @property
     def faults(self) -> list[Happening]:
-        """What went wrong."""
+        """Events that are faults."""
         return [each for each in self.happenings if each.is_fault]
 
 
 def place_of(process: str) -> tuple[int, int]:
-    """Order in which people look at processes: trainers, generators, reward services."""
+    """Sort key of processes: trainers, generators, reward services."""
     role, _, number = process.rpartition("-")
     order = {"controller": 0, "trainer": 1, "generator": 2, "reward": 3}
     return order.get(role, 9), int(number) if number.isdigit() else 0
@@ -419,7 +419,7 @@ def read_story(view: RunView) -> Story:
 
 
 def _of_counters(curves: Mapping[str, Curve]) -> Iterator[Happening]:
-    """One event for each step in which a counter grew; an attempt may reset it."""
+    """An event for each step in which a counter grew; an attempt may reset the counter."""
     for name, (kind, words) in _COUNTERS.items():
         if (curve := curves.get(name)) is not None:
             growth = np.diff(np.nan_to_num(curve.values), prepend=0.0)
@@ -437,16 +437,16 @@ def _of_supervisors(view: RunView) -> Iterator[Happening]:
 
 
 def _of_killed_launchers(view: RunView) -> Iterator[Happening]:
-    """Attempts on this machine that begin and never end: their supervisor could not tell any more.
+    """Ends of attempts on this machine whose supervisor was killed: these begin, and no end is recorded.
 
-    Their time is that of the next attempt, which found out, or else of the last sign of life.
+    Their time is the start of the next attempt, or else the last sign of life.
     """
     open_attempts: dict[int, float] = {}
     for each in view.events:
         if each.name == "local" and each.event == "attempt":
             open_attempts[each.attempt] = each.unix_time_s
         elif each.name == "local" and each.event in ("attempt_end", "retry", "verdict"):
-            open_attempts.pop(each.attempt, None)  # of one that could not start, only the latter two
+            open_attempts.pop(each.attempt, None)  # an attempt that could not start has only the latter two
     launcher = Launcher.holder(view.layout) if open_attempts else None
     for attempt, began_s in open_attempts.items():
         later = [begun.unix_time_s for begun in view.attempts if begun.index > attempt]
@@ -478,7 +478,7 @@ def _of_jobs(view: RunView) -> Iterator[Happening]:
 
 # ---------------------------------------------------------------------------------------------------------------- hours
 #
-# GPU-hours of a run, by use and by job.
+# GPU-hours of a run by use, and by job.
 #
 # Input: Story, settings, plans of jobs.  Output: rows of a table.  Without GPUs, hours of processes are counted.
 # Intervals that the timeline did not record do not count.
@@ -503,7 +503,7 @@ class Hours:
 
 
 def hours_of(view: RunView, story: Story) -> Hours:
-    """The hours of trainers and generators."""
+    """Hours of trainers and generators."""
     each = gpus_of(view)
     unit = "GPU-hours" if any(each.values()) else "process-hours"
     weights = each if any(each.values()) else dict.fromkeys(each, 1)
@@ -526,7 +526,7 @@ def hours_of(view: RunView, story: Story) -> Hours:
 
 
 def gpus_of(view: RunView) -> dict[str, int]:
-    """GPUs of one process of each role, by the run's newest plan; 0 where it is of another form, or none is there."""
+    """GPUs of one process of each role, by the run's newest plan; 0 without a plan or if its form is unknown."""
     found = {"trainer": 0, "generator": 0}
     for plan in view.plans:
         with suppress(KeyError, TypeError, AttributeError):
@@ -537,14 +537,14 @@ def gpus_of(view: RunView) -> dict[str, int]:
 
 
 def _gpus_in(part: Mapping[str, Any]) -> dict[str, int]:
-    """The GPUs of one process of each of its roles."""
+    """GPUs of one process of each role of a plan."""
     shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
     gpus = int(part["gpus_per_task"]) or max(shown, default=0)
     return {share["role"]: gpus for share in part["roles"]}
 
 
 def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None:
-    """Split the hours of generating by the share of tokens that were lost with their generators."""
+    """Split the hours of generating: the share of tokens lost with their generators is apart."""
     kept, lost = (curves[name].last if name in curves else 0.0 for name in _TOKENS)
     if lost > 0 and "generating" in uses:
         share = lost / (lost + kept)
@@ -553,20 +553,20 @@ def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None
 
 
 def _by_job(view: RunView, story: Story) -> dict[str, float]:
-    """GPU-hours of what was allocated to each job in its lives, from the first to the last event of each.
+    """GPU-hours allocated to each job, from the first to the last event of each of its lives.
 
-    One that has not said how it ended is at work, until the last sign of the run, or until another does its work.
+    A life without a recorded end lasts until the last sign of the run, or until another job takes its place.
     """
     lives = defaultdict[str, list[list[Happening]]](list)
     for each in story.happenings:
         if each.who.startswith("job ") and each.kind != "submitted":
             of_job = lives[each.who.removeprefix("job ")]
-            if each.kind == "life" or not of_job:  # it was requeued: before, it had nothing
+            if each.kind == "life" or not of_job:  # it was requeued: while it waited, it had no GPUs
                 of_job.append([])
             of_job[-1].append(each)
     parts = {label: label.partition("_") for label in lives}
     planned = {label: job for label, (number, _, _) in parts.items() if (job := _planned_job(view, number))}
-    begins = defaultdict[tuple[str, str], list[float]](list)  # by what is planned, and the task of an array
+    begins = defaultdict[tuple[str, str], list[float]](list)  # by planned job and array task
     for label, job in planned.items():
         begins[job.name, parts[label][2]] += [life[0].unix_time_s for life in lives[label]]
     found = {}
@@ -582,14 +582,14 @@ def _by_job(view: RunView, story: Story) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedJob:
-    """What the plan says of a job; of one task where it is an array."""
+    """A job in the plan; one task if the job is an array."""
 
     name: str
     gpus: int
 
 
 def _planned_job(view: RunView, number: str) -> _PlannedJob | None:
-    """The plan of a job; None if it can no longer be read."""
+    """Read the plan of a job; None if it can no longer be read."""
     try:
         record = view.job_documents[number]
         jobs = json.loads(Path(record["plan"]).read_bytes())["jobs"]

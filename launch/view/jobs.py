@@ -1,7 +1,7 @@
-"""The jobs of a run under Slurm, in words: what each is, its state, what it waits for, what happens next.
+"""The jobs of a run under Slurm, in words: each one's part of the run, state, reason for waiting, and next events.
 
 Input: the run directory and the answer of launch/slurm/queue.py.  Output: SlurmView, lines of text and a JSON document.
-A file that does not exist yet counts as absent; nothing here fails because of it.
+Missing files count as empty.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from launch.slurm.states import JobStage, is_stuck, reason_in_words
 from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 
-EARLY_S = 60  # ending this long before the time limit is not due to the limit, which Slurm enforces within seconds
+EARLY_S = 60  # an end this long before the time limit has another cause: Slurm enforces the limit within seconds
 NUM_EVENTS = 8  # shown, newest first; a run may have a hundred array tasks
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmView:
-    """Everything known about a run's jobs, at one moment."""
+    """All facts about a run's jobs at one moment."""
 
     layout: RunLayout
     jobs: tuple[JobRecord, ...]
@@ -43,7 +43,7 @@ class SlurmView:
 
 
 def look_at_run(view: RunView, timeout_s: float | None = None) -> SlurmView:
-    """Read the directory and ask Slurm, once: milliseconds, or seconds if slurmctld is away.
+    """Read the directory and query Slurm, once: milliseconds, or seconds if slurmctld is down.
 
     Raises RunDirectoryError for a damaged job record.
     """
@@ -58,7 +58,7 @@ def look_at_run(view: RunView, timeout_s: float | None = None) -> SlurmView:
 
 
 def lines_of(view: SlurmView) -> list[str]:
-    """What `rlhpc status` prints about the jobs."""
+    """Lines of `rlhpc status` about the jobs."""
     lines = [_attempt_line(view.attempt), ""]
     if view.look.trouble:
         lines += [view.look.trouble, f"jobs of this run: {', '.join(str(job.job_id) for job in view.jobs) or 'none'}"]
@@ -123,7 +123,7 @@ def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
 
 
 def why(view: SlurmView, row: JobRow) -> str:
-    """Why a job is in its state, with the remedy; "" if it is simply running or completed."""
+    """Reason for a job's state, with the remedy; "" if the job runs or is completed."""
     state = row.state
     if row.tasks and all(f"{row.job_id}_{task}" in view.retired for task in row.tasks):
         return f"{'is being retired' if state.is_alive else 'retired'} by `rlhpc scale`"
@@ -147,7 +147,7 @@ def _how_it_ended(row: JobRow) -> str:
 
 
 def _what_follows(view: SlurmView, row: JobRow) -> str:
-    """Say what to do about a job that has ended, or what the run does (a resume is refused while it is alive)."""
+    """Remedy for a job that has ended, or the run's own reaction (a resume is refused while the run is alive)."""
     job, remedy = _record(view, row.job_id), row.state.remedy
     if not view.is_alive or "rlhpc resume" not in remedy:
         return remedy
@@ -163,7 +163,7 @@ def _what_follows(view: SlurmView, row: JobRow) -> str:
 
 
 def what_it_is(view: SlurmView, row: JobRow) -> str:
-    """The part of the run: "trainer", "generator-3", "generator-0…3"; "(elastic)" if it was added by `rlhpc scale`."""
+    """A job's part of the run: "trainer", "generator-3", "generator-0…3"; "(elastic)" if added by `rlhpc scale`."""
     job, name = _record(view, row.job_id), part_of(view, row)
     if name.startswith("generation") and row.component is None:
         name = _replicas(job, row)
@@ -171,7 +171,7 @@ def what_it_is(view: SlurmView, row: JobRow) -> str:
 
 
 def part_of(view: SlurmView, row: JobRow) -> str:
-    """Its section of the site file: controller, trainer, generation, rewards."""
+    """A job's section of the site file: controller, trainer, generation, rewards."""
     job = _record(view, row.job_id)
     if row.component is None:
         return job.name
@@ -186,7 +186,7 @@ def _replicas(job: JobRecord, row: JobRow) -> str:
     tasks = row.waiting_tasks or (whole if row.array_task is None else str(row.array_task))
     head, _, tail = tasks.partition("-")
     if not head.isdecimal() or (tail and not tail.isdecimal()):
-        return job.name  # "2,5-7": the id shows which
+        return job.name  # several ranges, "2,5-7", are in the id
     low = job.first_replica + int(head) * job.replicas_per_task
     high = job.first_replica + (int(tail or head) + 1) * job.replicas_per_task - 1
     return f"generator-{low}" if high <= low else f"generator-{low}…{high}"
@@ -196,7 +196,7 @@ def _replicas(job: JobRecord, row: JobRow) -> str:
 
 
 def waits(view: SlurmView) -> list[str]:
-    """Which parts of the run wait for which, as far as Slurm is the reason: parts on nodes wait for pending ones."""
+    """Parts of the run that wait for others because of Slurm: parts on nodes wait for pending ones."""
     standing: dict[str, list[JobRow]] = {}
     for row in view.look.rows:
         if not _record(view, row.job_id).is_elastic:
@@ -214,7 +214,7 @@ def waits(view: SlurmView) -> list[str]:
 
 
 def upcoming(view: SlurmView) -> list[str]:
-    """What will happen by itself, and what the user has to do."""
+    """Next events without the user, and actions for the user."""
     layout = view.layout
     if layout.summary.exists():
         return ["the run is complete" + ("; its jobs end" if view.is_alive and not view.look.trouble else "")]
@@ -242,7 +242,7 @@ def upcoming(view: SlurmView) -> list[str]:
 
 
 def _limit_line(view: SlurmView, row: JobRow) -> str:
-    """What the controller's job does at its time limit, or when it starts."""
+    """Event of the controller's job at its time limit or start, in words."""
     if _is_held(row):
         return ""
     if row.state.life is JobStage.WAITING:
@@ -250,7 +250,7 @@ def _limit_line(view: SlurmView, row: JobRow) -> str:
     if row.state.life is not JobStage.ON_NODES or row.left_s is None:
         return ""
     followed = any(job.follows == row.job_id for job in view.jobs) or view.plan.get("continuation") == "successor"
-    # Whether the site allows a job to requeue itself is known only then; otherwise the job submits a successor.
+    # Only then it turns out whether the site allows a job to requeue itself; if not, the job submits a successor.
     then = "ends, and its successor continues" if followed else "is requeued or submits a successor, and continues"
     return f"before {_clock(view.now + row.left_s, view.now)}, its time limit, job {row.label} saves, {then}"
 
@@ -281,7 +281,7 @@ def _is_controller(view: SlurmView, row: JobRow) -> bool:
 
 
 def _until(view: SlurmView, row: JobRow) -> str:
-    """Slurm's word for the reason, which the table explains, and its estimate of the start."""
+    """Slurm's word for the reason, explained in the table, and its estimate of the start."""
     is_estimated = row.start_unix_s and row.start_unix_s > view.now
     starts = f", starts about {_clock(row.start_unix_s or 0.0, view.now)}" if is_estimated else ""
     return f"{f' ({row.reason})' if row.reason else ''}{starts}"

@@ -1,4 +1,4 @@
-"""The content of a run's report, before it is text or a page.
+"""The content of a run's report, as data, text and a page.
 
 Input: a run directory.  Output: RunReport.
 """
@@ -49,12 +49,12 @@ def filled_template(template: str, **content: object) -> bytes:
 
 
 def _with_code(text: str) -> Markup:
-    """What is between backticks, as code."""
+    """Format text between backticks as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))
 
 
 def write_whole(path: Path, page: bytes) -> None:
-    """Write the page atomically.  Raises ConfigError: it cannot be written there."""
+    """Write a page atomically.  Raises ConfigError: the file cannot be written."""
     legal = "legal: the name of a file in a directory of yours, with room for it, such as report.html"
     if path.is_dir():
         raise ConfigError(f"{path}: cannot be written: it is a directory; {legal}")
@@ -67,7 +67,7 @@ def write_whole(path: Path, page: bytes) -> None:
 
 # ------------------------------------------------------------------------------------------------------- timeline chart
 #
-# Who worked and who waited for whom: one row per process over wall-clock time, and marks for events.
+# Work and waiting of processes: one row per process over wall-clock time, and marks for events.
 #
 # Input: Story.  Output: an <svg> element.  A row's height is divided as the time was: work at the bottom, waiting
 # above. A gap in a row means that the process was absent.  A role with many processes has one row for their mean, and
@@ -75,9 +75,9 @@ def write_whole(path: Path, page: bytes) -> None:
 
 WIDTH = 1080
 _LEFT, _RIGHT, _ROW, _GAP, _TOP = 150, 10, 17, 5, 46
-MOST_COLUMNS = 450  # intervals of a row that are drawn apart
+MOST_COLUMNS = 450  # intervals of a row that are drawn separately
 MOST_BARS = 9_000  # of all rows: the page stays small
-_GAP_S = 1.0  # between two intervals: the process was not there
+_GAP_S = 1.0  # between two intervals: the process was absent
 MOST_ROWS_OF_A_ROLE = 16
 WORK_COLOUR, OTHER_COLOUR = "#2a8f62", "#7a8088"
 WAIT_COLOURS = {"leases": "#e8a33d", "batch": "#4a86c8", "completions": "#cdd5dd", SILENT: "#c4304b"}
@@ -104,7 +104,7 @@ def timeline_chart(story: Story, marks: Sequence[Marked]) -> str:
 
 
 def rows_of(story: Story) -> dict[str, list[Spell]]:
-    """Label → what was done, in the order in which people look at processes."""
+    """Label → spells of a row, sorted by place_of."""
     by_process, by_role = defaultdict[str, list[Spell]](list), defaultdict[str, list[str]](list)
     for spell in story.spells:
         by_process[spell.process].append(spell)
@@ -121,7 +121,7 @@ def rows_of(story: Story) -> dict[str, list[Spell]]:
 
 
 def thinned(spells: Sequence[Spell], most: int = MOST_COLUMNS) -> list[Spell]:
-    """Merge neighbours if there are more of them than columns, but never across a time when the process was absent."""
+    """Merge neighbours if there are more spells than columns, but never across a time when the process was absent."""
     every = -(-len(spells) // most)
     found, held = list[Spell](), list[Spell]()
     for spell in spells:
@@ -133,18 +133,18 @@ def thinned(spells: Sequence[Spell], most: int = MOST_COLUMNS) -> list[Spell]:
 
 
 def legend(story: Story) -> list[tuple[str, str]]:
-    """(colour, meaning) of what the chart shows."""
+    """(colour, meaning) of each colour in the chart."""
     waits = sorted({what for spell in story.spells for what in spell.shares if what != WORKS})
     return [(WORK_COLOUR, "works"), *((colour_of(what), meaning_of(what)) for what in waits)]
 
 
 def meaning_of(what: str) -> str:
-    """What a process did, in words."""
+    """Meaning of a key of Spell.shares, in words."""
     return {WORKS: "works", SILENT: "gives no sign of life"}.get(what, f"waits for {what}")
 
 
 def colour_of(what: str) -> str:
-    """The colour of work, or of what is waited for."""
+    """Colour of work, or of a reason for waiting."""
     return WORK_COLOUR if what == WORKS else WAIT_COLOURS.get(what, OTHER_COLOUR)
 
 
@@ -154,7 +154,7 @@ def clock(unix_time_s: float, *, with_day: bool = False) -> str:
 
 
 def _merged(process: str, spells: Sequence[Spell], weights: Sequence[float]) -> Spell:
-    """One spell for several, with the mean of their shares."""
+    """Merge spells into one with the weighted mean of their shares."""
     total, shares = sum(weights) or 1.0, defaultdict[str, float](float)
     for spell, weight in zip(spells, weights, strict=True):
         for what, share in spell.shares.items():
@@ -192,11 +192,11 @@ def _bar(spell: Spell, x: Scale, top: float) -> str:
 
 
 def _phases(story: Story, x: Scale, height: float) -> str:
-    """What the run was doing, behind the rows; its name where there is room."""
+    """Coloured phases of the run behind the rows, with their names where there is room."""
     stretches: list[tuple[str, float, float]] = []
     for begin_s, end_s, phase in sorted({(spell.begin_s, spell.end_s, spell.phase) for spell in story.spells}):
         if stretches and stretches[-1][0] == phase and begin_s - stretches[-1][2] < 1.0:
-            stretches[-1] = (phase, stretches[-1][1], max(end_s, stretches[-1][2]))  # some were absent for a part
+            stretches[-1] = (phase, stretches[-1][1], max(end_s, stretches[-1][2]))  # some were absent in part
         else:
             stretches.append((phase, begin_s, end_s))
     parts = []
@@ -228,7 +228,7 @@ def _marks(marks: Sequence[Marked], x: Scale, height: float) -> list[str]:
         place = x(each.unix_time_s)
         cls = "fault" if each.is_fault else "event"
         parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="18" y2="{height - 28}" class="{cls}"/>')
-        if place - last >= 13:  # otherwise its number would cover the one before
+        if place - last >= 13:  # otherwise its number would cover the previous one
             said = f"{clock(each.unix_time_s)} {each.who}: {each.brief}"
             parts.append(
                 f'<text x="{place:.1f}" y="13" class="mark {cls}" text-anchor="middle">{number}'
@@ -245,7 +245,7 @@ MOST_MARKS = 60
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The report of one run, at the moment of reading."""
+    """Report of a run at the moment of reading."""
 
     view: RunView
     story: Story
@@ -262,7 +262,7 @@ class RunReport:
 
     @property
     def num_faults_left_out(self) -> int:
-        """Earlier ones than the marks, for which there is no room."""
+        """Number of faults before the first mark, left out for lack of room."""
         return len(self.story.faults) - sum(each.is_fault for _, each in self.marks)
 
     @property
@@ -272,7 +272,7 @@ class RunReport:
 
 
 def read_report(view: RunView) -> RunReport:
-    """Make the report of one look at a run.  Raises RunDirectoryError: no run is here; OSError."""
+    """Read a run directory once and make its report.  Raises RunDirectoryError: no run is here; OSError."""
     view.layout.require_run()
     story = read_story(view)
     return RunReport(view, story, hours_of(view, story), advice_for(view))
@@ -352,7 +352,7 @@ def _known(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _idle(view: RunView) -> str:
-    """Shares of idle time: of all of a complete run, as its end said; of others where they have settled."""
+    """Shares of idle time: of a complete run from its summary; of others over the second half of the steps."""
     if view.summary and view.is_supervised:
         return "trainer {trainer_idle_ratio:.0%}".format(**view.summary)
     if view.summary:
@@ -393,12 +393,12 @@ CURVES: tuple[tuple[str, dict[str, str], bool], ...] = (
     ("Clipped (share of tokens)", {"above": "policy/clip_high_share", "below": "policy/clip_low_share"}, True),
     ("Generators", {"alive": "generator/live", "members": "weights/members"}, True),
 )
-# Parts of the time between two steps, as the trainer sees them; what is left is "other".
+# Parts of the time between two steps, measured by the trainer; the rest is "other".
 STEP_PARTS = {"trainer waits for its batch": "time/wait_for_batch_s", "training": "trainer/step_s"}
 
 
 def write_report(path: Path, report: RunReport) -> int:
-    """Write the page; returns its bytes.  Raises ConfigError as write_whole."""
+    """Write the page; returns its size in bytes.  Raises ConfigError as write_whole."""
     view, left = report.view, len(report.story.happenings) - len(report.marks) - report.num_faults_left_out
     page = filled_template(
         "report.html",

@@ -1,9 +1,9 @@
-"""Rollouts of a run, each with all the details that people look for.
+"""Rollouts of a run, each with all its details.
 
     segments, journal ─▶ FoundGroup ─▶ advantages of its step ─▶ texts ─▶ SeenRollout
 
-Input: a run directory, alive, killed or complete, on any machine.  Output: SeenRollout.  What is not available
-(no tokenizer here, advantages from a critic) is reported once, and the rest is shown.
+Input: the directory of a running, killed or complete run, on any machine.  Output: SeenRollout.  Unavailable parts (no
+tokenizer here, advantages from a critic) are reported once, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rlhpc.protocol.types import Bool, Float32, Int32, RolloutGroup, ScoredRollo
 #
 # Tokens as text if the run's tokenizer is available, otherwise as numbers.
 #
-# A run directory may be on a machine without the model: its rollouts can be viewed all the same.
+# A run directory may be on a machine without the model: its rollouts can be viewed nevertheless.
 
 
 class Texts:
-    """Decodes for people: special tokens are shown, since a prompt's template is made of them."""
+    """Decodes tokens for people: special tokens are shown, since a prompt's template consists of them."""
 
     def __init__(self, tokenizer: PromptTokenizer | None) -> None:
         """tokenizer: None shows every token as its number."""
@@ -47,7 +47,7 @@ class Texts:
 
     @property
     def are_known(self) -> bool:
-        """Whether there is a tokenizer."""
+        """True if there is a tokenizer."""
         return self._tokenizer is not None
 
     def whole(self, token_ids: Int32) -> str:
@@ -64,7 +64,7 @@ class Texts:
 
 
 def texts_of(model_dir: Path | None, tokenizer_dir: Path | None) -> tuple[Texts, str]:
-    """The texts of a run, and the reason why tokens are shown as numbers; "": they are not.
+    """The texts of a run, and the reason why tokens are shown as numbers; "": shown as text.
 
     model_dir: from the run's settings; None: these cannot be read.  tokenizer_dir: given by the user, or None.
     Raises ConfigError: the user's directory has no tokenizer.
@@ -92,28 +92,28 @@ Tell = Callable[[str], None]  # receives descriptions of what cannot be shown
 
 
 class GroupFate(StrEnum):
-    """What has become of a group."""
+    """State of a group: trained, dropped, or not yet either."""
 
     TRAINED = "trained"
     SKIPPED = "skipped"  # its step was not applied: not finite, or refused by the guard
     DROPPED = "dropped"
-    TAKEN = "taken"  # for a step that is not recorded as done
+    TAKEN = "taken"  # into the batch of a step that is not recorded as done
     WAITING = "waiting"  # not in a batch yet; members may be missing
 
 
 @dataclass(frozen=True, slots=True)
 class FoundGroup:
-    """A group, perhaps not whole, and how far it has come."""
+    """A group, possibly incomplete, with its progress."""
 
     resolved: ResolvedGroup  # consumed_step also for a group that is only taken
     standing: GroupFate
 
 
 def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = None) -> Iterator[FoundGroup]:
-    """Every group on disk: those in segments, in order of resolution, then those of batches by step, then the others.
+    """Every group on disk: of segments in order of resolution, then of unsealed batches by step, then the others.
 
     steps: (first, last); segments without a group of these steps are skipped after reading two of their columns.
-    Arrays are views of one block per column: copy what outlives the rest.
+    Arrays are views of one block per column: copy those to be kept.
     """
     pending = _pending(directory, tell)
     sealed = set[int]()
@@ -135,14 +135,14 @@ def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = No
 
 
 def _by_batch(each: tuple[int, FoundGroup]) -> tuple[bool, int, int]:
-    """A batch has whichever groups were finished first, so that numbers of one step lie between those of others."""
+    """A batch has the groups that finished first, so that group numbers of one step lie between those of others."""
     group_id, found = each
     step = found.resolved.consumed_step
     return step < 0, step, group_id
 
 
 def standing_of(resolved: ResolvedGroup) -> GroupFate:
-    """What has become of a group in a segment."""
+    """State of a group in a segment."""
     if resolved.drop_reason is not None:
         return GroupFate.DROPPED
     if resolved.consumed_step < 0:
@@ -151,7 +151,7 @@ def standing_of(resolved: ResolvedGroup) -> GroupFate:
 
 
 def _if_of_other_steps(path: Path, first: int, last: int) -> set[int] | None:
-    """The groups of a segment that has none of these steps; None: it has some.  Raises SegmentError."""
+    """Groups of a segment without any of these steps; None: it has some of the steps.  Raises SegmentError."""
     columns = read_columns(path, ["groups/group_id", "groups/consumed_step"])
     step = columns["groups/consumed_step"]
     is_wanted = bool(((step >= first) & (step <= last)).any())
@@ -159,13 +159,13 @@ def _if_of_other_steps(path: Path, first: int, last: int) -> set[int] | None:
 
 
 def _pending(directory: Path, tell: Tell) -> dict[int, FoundGroup]:
-    """The groups of the journal."""
+    """Groups of the journal."""
     try:
         history = read_history(directory, START)
     except (JournalError, OSError) as error:
         tell(f"{error}; what is in no segment yet is not shown")
         return {}
-    # The beginning of a long run's journal is deleted: rollouts missing there are no damage.
+    # The beginning of a long run's journal is deleted: missing rollouts there are no damage.
     for problem in history.problems:
         if problem != history.lost_beginning:
             tell(problem)
@@ -210,11 +210,11 @@ class SeenRollout:
     reference: str
     standing: str  # trained, skipped, dropped, taken, waiting
     drop_reason: str  # "" unless dropped
-    step: int  # that trained it, or took it; -1: none
+    step: int  # trained with it, or has it in its batch; -1: none
     admitted_version: int
     trained_version: int  # -1: none
     attempts: int
-    reward: float  # nan where the verdict is verifier_error
+    reward: float  # nan if the verdict is verifier_error
     verdict: str
     reward_parts: dict[str, float]
     detail: str
@@ -224,7 +224,7 @@ class SeenRollout:
     behaviour_logprobs: Float32  # [Lc] natural log
     versions: Int32  # [Lc]
     loss_mask: Bool  # [Lc]
-    advantages: Float32 | None  # [Lc] 0 where the mask is False; None: in no batch, or not known
+    advantages: Float32 | None  # [Lc] 0 where loss_mask is False; None: in no batch, or unknown
     prompt: str
     completion: str
     token_rewards: dict[int, float] = field(default_factory=dict)
@@ -236,7 +236,7 @@ class SeenRollout:
 
     @property
     def advantage(self) -> float | None:
-        """Mean over the loss tokens; None where advantages are."""
+        """Mean advantage of the loss tokens; None if advantages are None."""
         if self.advantages is None:
             return None
         return float(self.advantages[self.loss_mask].mean()) if self.loss_mask.any() else 0.0
@@ -246,7 +246,7 @@ class SeenRollout:
 class Selection:
     """A selection of rollouts; the default selects all."""
 
-    steps: tuple[int, int] | None = None  # first and last that count
+    steps: tuple[int, int] | None = None  # first and last
     task: str | None = None
     verdict: str | None = None
     min_reward: float | None = None
@@ -263,7 +263,7 @@ class Selection:
         max_reward: float | None,
         grep: str | None,
     ) -> Self:
-        """Make one of what somebody asks for.  Raises ConfigError in the words of `rlhpc rollouts`."""
+        """Make a selection from options of `rlhpc rollouts`.  Raises ConfigError with the options' names."""
         if verdict is not None and verdict not in (legal := [each.value for each in Verdict]):
             raise ConfigError(f"--verdict {verdict}; legal: {', '.join(legal)}")
         if min_reward is not None and max_reward is not None and min_reward > max_reward:
@@ -277,7 +277,7 @@ class Selection:
         return cls(steps, task, verdict, min_reward, max_reward, pattern)
 
     def wants_member(self, task: str, scored: ScoredRollout) -> bool:
-        """Checks task, verdict and reward.  With a failed verifier there is no reward."""
+        """True if task, verdict and reward are selected.  A rollout whose verifier failed has no reward."""
         if self.task not in (None, task) or self.verdict not in (None, scored.verdict.value):
             return False
         if self.min_reward is None and self.max_reward is None:
@@ -294,7 +294,7 @@ class RunRollouts:
     """The rollouts of one run directory."""
 
     def __init__(self, layout: RunLayout, *, tokenizer_dir: Path | None = None, tell: Tell) -> None:
-        """tell: called once for each thing that cannot be shown.
+        """tell: called once for each kind of thing that cannot be shown.
 
         Raises RunDirectoryError: no run is here; ConfigError: no such tokenizer.
         """
@@ -338,7 +338,7 @@ class RunRollouts:
             raise ConfigError(f"task={task!r}: not a task of this run; legal: {', '.join(known)}")
 
     def _with_advantages(self, selection: Selection) -> Iterator[tuple[FoundGroup, Sequence[Float32] | None]]:
-        """Groups of the selected steps with their members' advantages; a step's groups are yielded together."""
+        """Yield groups of the selected steps with their members' advantages; a step's groups come together."""
         held, step = list[FoundGroup](), -1
         first, last = selection.steps or (-math.inf, math.inf)
         for found in found_groups(self.layout.rollouts, self._tell, selection.steps):
@@ -363,7 +363,7 @@ class RunRollouts:
             return {}
         is_whole = len(batch) == self.config.admission.groups_per_step
         if self._maker.normalization != "off" and not is_whole:
-            return {}  # they are normalised over groups that are not here
+            return {}  # they are normalised over groups that are missing here
         try:
             samples = iter(self._maker([found.resolved.group for found in batch]))
         except (ValueError, ConfigError, RoleFailed) as error:
@@ -395,7 +395,7 @@ class RunRollouts:
             reward_parts=scored.reward_parts,
             detail=scored.detail,
             finish_reason=rollout.finish_reason.value,
-            # Copies: the others are views of whole segments, which one rollout would keep in memory.
+            # Copies: views would keep whole segments in memory for one rollout.
             prompt_token_ids=prompt.token_ids.copy(),
             token_ids=rollout.token_ids.copy(),
             behaviour_logprobs=rollout.behaviour_logprobs.copy(),
@@ -435,7 +435,7 @@ def _sample_maker(config: Config | None, tell: Tell) -> SampleMaker | None:
         return None
     try:
         return SampleMaker.of(config)
-    except ConfigError as error:  # a function of the user's own that is not on this machine
+    except ConfigError as error:  # a user's function that is not on this machine
         tell(f"{error}; no advantages are shown")
         return None
 
@@ -444,8 +444,8 @@ def _sample_maker(config: Config | None, tell: Tell) -> SampleMaker | None:
 #
 # Rollouts as text for a terminal, and as JSON for programs.
 #
-# Input: SeenRollout.  Output: lines.  Sampled text may contain anything: control characters, which could move the
-# cursor or do worse, are shown escaped.
+# Input: SeenRollout.  Output: lines.  Control characters in sampled text, which could move the cursor or do worse, are
+# shown escaped.
 
 
 _RULE = "─" * 80
@@ -462,7 +462,7 @@ def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
 
 
 def as_document(seen: SeenRollout) -> dict[str, Any]:
-    """The rollout for programs: every field, and staleness."""
+    """The rollout as a JSON object: every field, and staleness."""
     values = {each.name: getattr(seen, each.name) for each in fields(seen)}
     document = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
     return document | {"staleness": seen.staleness, "advantage": seen.advantage}
@@ -475,7 +475,7 @@ def ranges(versions: Int32) -> str:
 
 
 def fate(seen: SeenRollout) -> str:
-    """What became of a rollout, in words."""
+    """State of a rollout, in words."""
     match seen.standing:
         case "trained":
             return f"trained in step {seen.step}"

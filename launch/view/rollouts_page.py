@@ -1,4 +1,4 @@
-"""Rollouts of a run as one page for a browser: an index of all, and as many with text as fit into a few megabytes.
+"""Rollouts of a run as one page for a browser: an index of all, and with texts as many as fit into a few megabytes.
 
     SeenRollout … ─▶ index: a number a column         ─▶ JSON in rollouts_page.html
                   └▶ groups drawn at random, up to a ─▶ texts, tokens, their log-probabilities, versions, advantages
@@ -27,7 +27,7 @@ from launch.view.rollouts import RunRollouts, SeenRollout, Texts
 MOST_BYTES = 4_800_000
 MOST_INDEX_ROWS = 60_000  # of a page that has room for texts beside them
 _TEMPLATE = "rollouts_page.html"
-# The least bytes of JSON that each needs besides texts: groups are kept by this estimate, and measured at the end.
+# Least bytes of JSON of each besides its texts: groups are kept by this estimate, and measured at the end.
 _BYTES_PER_TOKEN, _BYTES_PER_ROLLOUT, _BYTES_PER_GROUP = 4, 60, 60
 _WORDS = ("standing", "task", "verdict", "finish")
 _NUMBERS = ("step", "group", "sample", "reward", "advantage", "length", "staleness", "admitted")
@@ -39,11 +39,11 @@ class Written:
 
     num_rollouts: int
     num_with_text: int
-    num_left_out: int  # not even in the index
+    num_left_out: int  # not in the index either
     num_bytes: int
 
     def __str__(self) -> str:
-        """The text for a terminal."""
+        """Text for a terminal."""
         left = f"; {self.num_left_out:,} more are not in it: select fewer" if self.num_left_out else ""
         size = f"{self.num_bytes / 1e6:.1f} MB"
         return f"{self.num_rollouts:,} rollouts, {self.num_with_text:,} of them with text, {size}{left}"
@@ -79,15 +79,15 @@ class _Index:
 
 
 class _Drawn:
-    """Groups drawn at random, as many as fit; each is as likely as any other of its size."""
+    """Groups drawn at random, as many as fit; groups of one size are equally likely."""
 
     def __init__(self, most_bytes: int) -> None:
         self._left, self._random = most_bytes, random.Random(0)
         self._heap: list[tuple[float, int, int, list[tuple[int, SeenRollout]]]] = []  # -lot, number, bytes, members
-        self._limit = 2.0  # groups with higher lots were given up before
+        self._limit = 2.0  # groups with higher lots were dropped before
 
     def offer(self, members: list[tuple[int, SeenRollout]]) -> None:
-        """Keep a group if it fits.  members: all of the group, with their rows."""
+        """Keep a group if it fits.  members: (row, rollout) of all its members."""
         lot, size = self._random.random(), _estimate([seen for _, seen in members])
         if lot >= self._limit:
             return
@@ -164,7 +164,7 @@ def _document(rollouts: RunRollouts, index: _Index, contents: _Contents, num_lef
         "full": contents.full,
         "pieces": list(contents.pieces),
         "ids": contents.ids,
-        "most_advantage": worths[int(0.98 * len(worths))] if worths else 0.0,  # a rare one would hide all others
+        "most_advantage": worths[int(0.98 * len(worths))] if worths else 0.0,  # a rare high one would hide all others
         "said": _said(len(index.columns["step"]), len(contents.full), num_left_out),
         "elsewhere": f"rlhpc rollouts {rollouts.layout.root}",
         "no_advantage": "no advantage: it is in no batch, or advantages came from a critic",
@@ -190,7 +190,7 @@ def _in_full(seen: SeenRollout, texts: Texts, pieces: dict[str, int], ids: dict[
 
 
 def _advantages(seen: SeenRollout) -> float | list[float | None] | None:
-    """One number where all loss tokens have the same."""
+    """A single number if all loss tokens have the same advantage."""
     if seen.advantages is None:
         return None
     values = seen.advantages[seen.loss_mask]

@@ -1,9 +1,9 @@
-"""A run directory as people and programs look at it: each kind of its files is read here, in one way.
+"""A run directory for viewers: each kind of file is read here, in one way.
 
-Input: the directory of a run that goes on, was killed, is damaged, or was copied from elsewhere.  Output: RunView,
-which `rlhpc status`, `list`, `report`, `metrics` and rlhpc.Run print.  A file is read when it is first asked for, and
-kept: to look again is to make another view.  What is missing, half written or of another form counts as absent, where
-nothing else is said.  Libraries that load slowly are imported where they are needed: `rlhpc list` needs none of them.
+Input: the directory of a running, killed, damaged or copied run.  Output: RunView, for `rlhpc status`, `list`,
+`report`, `metrics` and rlhpc.Run.  A file is read at its first use, and its content kept: make a new view to read it
+again.  Missing, half written or malformed content counts as absent, unless stated otherwise.  Slow libraries are
+imported where they are needed: `rlhpc list` needs none of them.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
     from rlhpc.metrics.curves import Curve, CurveTable
     from rlhpc.roles.controller.guarding import GuardEntry
 
-# Entries that a run directory has, with config.json beside them.  One alone proves nothing: a model has config.json,
-# another program checkpoints.
+# Entries of a run directory besides config.json.  A single entry proves nothing: a model has config.json, another
+# program checkpoints.
 _MARKS = frozenset(("attempts.jsonl", "checkpoints", "jobs", "job_plan.json", "launcher.json", "rendezvous",
                     "rollouts", "status.json"))  # fmt: skip
 _LOST_ITS_CONFIG = 3  # this many of them mark a run directory without config.json
 _WRITTEN_BY_LIFE = ("status.json", "attempts.jsonl", "summary.json", "config.json", "launcher.json", "jobs")
 _MOST_LOGS = 32
 _FATAL = " rlhpc.lifecycle ERROR "  # in the log line of a role's fatal error (rlhpc/roles/lifecycle.py)
-_EVALUATION = re.compile(r".*-step_(\d{6,})-(.+)")  # RunLayout.checkpoint's digits: "step_2" may be in a name
-_END_OF_TIME_S = 1e11  # in the year 5138
+_EVALUATION = re.compile(r".*-step_(\d{6,})-(.+)")  # digits as in RunLayout.checkpoint: a name may contain "step_2"
+_END_OF_TIME_S = 1e11  # the year 5138
 _COLUMNS = (
     "groups/admitted_version", "groups/consumed_step", "groups/trained_version", "groups/rollout_offsets",
     "groups/drop_reason", "rollouts/token_offsets",
@@ -71,26 +71,26 @@ class BegunAttempt:
     unix_time_s: float
     resume_step: int | None
     host: str
-    is_in_a_job: bool  # of Slurm
+    is_in_a_job: bool  # a Slurm job
 
 
 @dataclass(frozen=True, slots=True)
 class DoneEvaluation:
-    """One dataset, at one step."""
+    """Evaluation of one step with one dataset."""
 
     name: str  # of the dataset
     step: int
     figures: dict[str, Any]  # each with value, low, high
-    is_undone: bool  # a later attempt has undone the step: its model is not the run's any more
+    is_undone: bool  # a later attempt has undone the step: its model is no longer part of the run
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The content of segments, as counts of rollouts, since a long run has a hundred million."""
+    """Counts of rollouts in segments: a long run has a hundred million rollouts."""
 
     staleness: Counter[int] = field(default_factory=Counter)  # versions → trained rollouts
     lengths_trained: Counter[int] = field(default_factory=Counter)  # tokens of completions → trained rollouts
-    lengths_dropped: Counter[int] = field(default_factory=Counter)  # the same of the others
+    lengths_dropped: Counter[int] = field(default_factory=Counter)  # tokens of completions → other rollouts
     dropped: Counter[str] = field(default_factory=Counter)  # reason → groups
     num_groups: int = 0
 
@@ -101,10 +101,10 @@ class Sampled:
 
 
 class RunView:
-    """One look at a run directory."""
+    """Content of a run directory at one moment, read file by file."""
 
     def __init__(self, layout: RunLayout, names: frozenset[str] | None = None) -> None:
-        """names: what the directory lists, if that is known."""
+        """names: entries of the directory, if known."""
         self.layout, self._names = layout, names
 
     # ------------------------------------------------------------------------------------------------- the directory
@@ -116,14 +116,14 @@ class RunView:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """What is in it."""
+        """Entries of the directory."""
         with suppress(OSError):
             return frozenset(each.name for each in self.root.iterdir()) if self._names is None else self._names
         return frozenset()
 
     @cached_property
     def is_there(self) -> bool:
-        """Whether it is a run directory, by what is in it; one that has lost its config.json is one, too."""
+        """True if this is a run directory, by its entries; also one that has lost its config.json."""
         num_marks = len(self.names & _MARKS)
         return num_marks > 0 and (not self.damage or num_marks >= _LOST_ITS_CONFIG)
 
@@ -165,7 +165,7 @@ class RunView:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The resolved run file, by section and key; {} where it is damaged."""
+        """The resolved run file, by section and key; {} if it is damaged."""
         return self._settings[0]
 
     @property
@@ -175,7 +175,7 @@ class RunView:
 
     @property
     def damage(self) -> str:
-        """What is wrong with config.json; "": nothing."""
+        """Damage of config.json, in words; "": none."""
         return self._settings[1]
 
     @property
@@ -185,7 +185,7 @@ class RunView:
 
     @cached_property
     def config(self) -> Config | None:
-        """The settings, checked; None: they cannot be read."""
+        """The validated settings; None: they cannot be read."""
         from rlhpc.config.file import read_resolved
 
         try:
@@ -195,31 +195,31 @@ class RunView:
 
     @cached_property
     def plans(self) -> list[dict[str, Any]]:
-        """Plans of processes on this machine and in jobs; the one by which the run was started last is the last."""
+        """Plans of processes on this machine and in jobs; the plan of the latest start is last."""
         return [
             read_document(plan) for plan in sorted((self.layout.job_plan, self.layout.local_plan), key=written_unix_s)
         ]
 
     @property
     def was_submitted_last(self) -> bool:
-        """Whether the newest plan is of jobs."""
+        """True if the newest plan is one of jobs."""
         return written_unix_s(self.layout.job_plan) > written_unix_s(self.layout.local_plan)
 
     # ---------------------------------------------------------------------------------------------- how far it has come
 
     @cached_property
     def status(self) -> dict[str, Any]:
-        """status.json; {} before the first start."""
+        """Content of status.json; {} before the first start."""
         return read_document(self.layout.status)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """summary.json, the figures of the whole run; {} until it is complete."""
+        """Content of summary.json, the figures of the whole run; {} until it is complete."""
         return read_document(self.layout.summary)
 
     @property
     def phase(self) -> str:
-        """The last of its controller; "" if there was none."""
+        """Last phase of the controller; "" if there was none."""
         return str(self.status.get("phase", ""))
 
     @cached_property
@@ -232,7 +232,7 @@ class RunView:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps in all, as configured."""
+        """Total number of steps, as configured."""
         of_run = self.settings.get("run")
         return whole(of_run.get("num_steps")) if isinstance(of_run, dict) else None
 
@@ -244,7 +244,7 @@ class RunView:
 
     @cached_property
     def attempts(self) -> list[BegunAttempt]:
-        """All that have begun, oldest first."""
+        """All attempts that have begun, oldest first."""
         return [
             BegunAttempt(
                 line["index"],
@@ -259,11 +259,11 @@ class RunView:
 
     @property
     def attempt(self) -> BegunAttempt | None:
-        """The newest; None: none has begun."""
+        """The newest attempt; None: none has begun."""
         return self.attempts[-1] if self.attempts else None
 
     def read_ahead(self) -> None:
-        """Read what a line about the run says: of many runs on a slow file system, each on a thread of its own."""
+        """Read the files for a line about the run: for many runs on a slow file system, a thread each."""
         _ = self.step, self.reward, self.attempts, self._written
 
     @cached_property
@@ -272,22 +272,22 @@ class RunView:
 
     @property
     def status_unix_s(self) -> float:
-        """When the controller last wrote its status, by the clock of the file system; 0: it has not."""
+        """Time of the controller's last status by the file system's clock, in Unix seconds; 0: none."""
         return self._written["status.json"] if self.status and "status.json" in self.names else 0.0
 
     @property
     def launcher_unix_s(self) -> float:
-        """When a launcher of `rlhpc run` last wrote: it does every other second."""
+        """Time of the last write by a launcher of `rlhpc run`, which writes every other second."""
         return self._written.get("launcher.json", 0.0)
 
     @property
     def last_sign_unix_s(self) -> float:
-        """When anything that lives has last written."""
+        """Time of the last write by any process of the run."""
         return max(self._written.values(), default=0.0)
 
     @property
     def last_status_s(self) -> float:
-        """When the controller last wrote its status, by its own clock; 0: never."""
+        """Time of the controller's last status by its own clock; 0: none."""
         written_s = self.status.get("unix_time_s", 0.0)
         return float(written_s) if is_time(written_s) else 0.0
 
@@ -295,7 +295,7 @@ class RunView:
 
     @cached_property
     def launcher_pid(self) -> int | None:
-        """The process of this machine that runs it."""
+        """Process id of the launcher of the run on this machine; None: not alive."""
         found = Launcher.holder(self.layout)
         return found.process.pid if found is not None and found.process.is_alive else None
 
@@ -306,17 +306,17 @@ class RunView:
 
     @cached_property
     def job_documents(self) -> dict[str, dict[str, Any]]:
-        """Documents of jobs as they stand, by number; those that cannot be read are {}."""
+        """Job records as JSON objects, by number; unreadable ones are {}."""
         return {path.stem: read_document(path) for path in self.layout.jobs.glob("[0-9]*.json")}
 
     @property
     def is_slurm_run(self) -> bool:
-        """True if jobs were submitted for it, and it is not running as processes of this machine now."""
+        """True if jobs were submitted for the run, and it does not run as processes of this machine now."""
         return any(self.layout.jobs.glob("[0-9]*.json")) and self.launcher_pid is None
 
     @cached_property
     def events(self) -> list[Event]:
-        """Events of its supervisors; each one's in order."""
+        """Events of supervisors; those of one supervisor are in order."""
         found = []
         for path in self.layout.jobs.glob("*.events.jsonl"):
             with suppress(OSError):
@@ -326,7 +326,7 @@ class RunView:
 
     @property
     def recorded_failure(self) -> str:
-        """The cause of the first failure that the launcher recorded; "" if there is none, or it died as well."""
+        """Cause of the first failure recorded by the launcher; "" if there is none, or the launcher died, too."""
         if self.attempt is None or "logs" not in self.names:
             return ""
         failures = read_failures(self.layout, self.attempt.index)
@@ -334,21 +334,21 @@ class RunView:
 
     @property
     def fatal_error(self) -> str:
-        """The fatal error that a role of the newest attempt logged first, "trainer-0: …"; "" if there is none."""
+        """Earliest fatal error in logs of the newest attempt's roles, "trainer-0: …"; "" if there is none."""
         if self.attempt is None or "logs" not in self.names:
             return ""
         logs = sorted(self.layout.logs.glob(f"*/attempt_{self.attempt.index}.log"))[:_MOST_LOGS]
         said = [line for log in logs if (line := _last_fatal(log))]
         if not said:
             return ""
-        _, _, role, words = min(said).split(" ", 3)  # each begins with its date and time
+        _, _, role, words = min(said).split(" ", 3)  # lines begin with date and time
         return f"{role}: {words.partition(_FATAL.lstrip())[2]}"
 
     # ---------------------------------------------------------------------------------------- guard, prompts, models
 
     @cached_property
     def guard(self) -> list[GuardEntry]:
-        """What the guard did, oldest first.  Raises OSError."""
+        """Entries of the guard, oldest first.  Raises OSError."""
         if not self.layout.guard.exists():
             return []
         from rlhpc.roles.controller.guarding import read_guard_file
@@ -357,7 +357,7 @@ class RunView:
 
     @cached_property
     def suspicions(self) -> list[Suspicion]:
-        """Prompts that something died of.  Raises OSError."""
+        """Prompts suspected of having killed generators or verifiers.  Raises OSError."""
         if not self.layout.lost_leases.exists():
             return []
         from rlhpc.buffer.lost_leases import LostLeaseFile
@@ -366,12 +366,12 @@ class RunView:
 
     @property
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Step and directory of each that is complete, oldest first; their files are not read."""
+        """Step and directory of each complete checkpoint, oldest first; without reading their files."""
         return sorted(KnownCheckpoints(self.layout.checkpoints).steps())
 
     @cached_property
     def done_evaluations(self) -> list[DoneEvaluation]:
-        """Evaluations that are done, in no order, without damaged ones and those begun anew.  Raises OSError."""
+        """Finished evaluations, in no order, without damaged and restarted ones.  Raises OSError."""
         if not self.layout.evaluations.is_dir():
             return []
         found, timeline = [], AttemptTimeline.read(self.layout.attempts)
@@ -388,7 +388,7 @@ class RunView:
 
     @cached_property
     def evaluations(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Figures by name of the dataset and step, ascending; of steps that the run still has."""
+        """Figures by dataset and step, ascending; without undone steps."""
         found: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
         for each in self.done_evaluations:
             if not each.is_undone:
@@ -396,7 +396,7 @@ class RunView:
         return {name: dict(sorted(steps.items())) for name, steps in sorted(found.items())}
 
     def values_of(self, name: str, figure: str) -> dict[int, float]:
-        """One figure of one dataset by step."""
+        """Values of one figure of a dataset, by step."""
         steps = self.evaluations.get(name, {})
         return {step: float(figures[figure]["value"]) for step, figures in steps.items() if figure in figures}
 
@@ -404,20 +404,20 @@ class RunView:
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """The metrics of training.  Raises OSError."""
+        """Metrics of training.  Raises OSError."""
         from rlhpc.metrics.curves import read_curves
 
         return read_curves(self.layout.tensorboard)
 
     @cached_property
     def evaluation_curves(self) -> dict[str, Curve]:
-        """Those of evaluations, without points of models that are not the run's any more.  Raises OSError."""
+        """Metrics of evaluations, without undone steps.  Raises OSError."""
         import numpy as np
 
         from rlhpc.metrics.curves import Curve, read_curves
 
         curves = read_curves(self.layout.evaluations / self.layout.tensorboard.name)
-        undone = defaultdict[str, list[int]](list)  # which these are, nothing in the event files says
+        undone = defaultdict[str, list[int]](list)  # event files do not mark undone steps
         for each in self.done_evaluations if curves else ():
             if each.is_undone:
                 for figure in each.figures:
@@ -454,7 +454,7 @@ class RunView:
         return max([told if isinstance(told, int) else 0, *(int(c.steps[-1]) + 1 for c in self.curves.values())])
 
     def mean_of(self, name: str) -> float | None:
-        """Mean over the second half of the steps, where a run has settled.  None: the metric was not written."""
+        """Mean of a metric over the second half of the steps, after a run has settled.  None: not written."""
         curve = self.curves.get(name)
         if curve is None:
             return None
@@ -463,7 +463,7 @@ class RunView:
 
     @cached_property
     def sampled(self) -> Sampled:
-        """Single columns of segments, read without checksums; unreadable parts are left out."""
+        """Counts from single columns of segments, read without checksums; unreadable parts are left out."""
         import numpy as np
 
         from rlhpc.buffer.segments import read_columns
@@ -477,7 +477,7 @@ class RunView:
             sizes = np.diff(columns["groups/rollout_offsets"])
             lengths = np.diff(columns["rollouts/token_offsets"])
             age = columns["groups/trained_version"] - columns["groups/admitted_version"]
-            has_age = columns["groups/trained_version"] >= 0  # the others trained no step
+            has_age = columns["groups/trained_version"] >= 0  # others were not trained
             is_of_trained = np.repeat(columns["groups/consumed_step"] >= 0, sizes)
             _count(sampled.staleness, np.repeat(age[has_age], sizes[has_age]))
             _count(sampled.lengths_trained, lengths[is_of_trained])
@@ -491,29 +491,29 @@ class RunView:
 
 
 def is_time(value: object) -> TypeGuard[int | float]:
-    """Seconds of the Unix clock that a calendar knows."""
+    """True for seconds of the Unix clock within the range of a calendar."""
     return is_number(value) and 0 <= value < _END_OF_TIME_S
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Finite, too."""
+    """True for a finite number."""
     return isinstance(value, int | float) and abs(value) < math.inf
 
 
 def whole(value: object) -> int | None:
-    """A whole number; None: it is none."""
+    """The value if it is a whole number, else None."""
     return value if isinstance(value, int) else None
 
 
 def hint(pattern: str, names: Iterable[str]) -> str:
-    """What may be meant instead of a name, or pattern, that none of these matches."""
+    """Suggestion instead of a name or pattern that matches none of `names`."""
     known = [*names]
     families = sorted({name.partition("/")[0] for name in known})
     return near_hint(pattern, known) or f"; it has {', '.join(f'{each}/*' for each in families)}"
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file that are JSON objects."""
+    """Lines of a file that are JSON objects."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

@@ -37,7 +37,7 @@ from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 # is read twice, whatever the symbolic links; run directories are not searched for other runs; depth and number are
 # bounded, and what was skipped is reported.
 
-DEPTH = 4  # levels below the directory that is given
+DEPTH = 4  # levels below the given directory
 MOST_DIRECTORIES = 50_000
 _AT_ONCE = 16  # a directory on NFS takes a millisecond, most of it waiting
 Identity = tuple[int, int]
@@ -61,9 +61,9 @@ class _Listing:
 
 
 def find_runs(tops: Iterable[Path], depth: int = DEPTH) -> Found:
-    """Look at directories and `depth` levels below them, a level at a time.
+    """Search directories and `depth` levels below them, a level at a time.
 
-    Passes over hidden directories.  Raises nothing: what cannot be read is a remark.
+    Skips hidden directories.  Raises nothing: unreadable directories become remarks.
     """
     found, seen, num_looked_at = Found(), set[Identity](), 0
     unreadable: list[str] = []
@@ -90,9 +90,9 @@ def find_runs(tops: Iterable[Path], depth: int = DEPTH) -> Found:
 
 
 def directories_to_search(given: Sequence[Path]) -> list[Path]:
-    """Those that are given, or runs/ if it exists, or the current one.  Raises ConfigError: no such directory.
+    """The given directories, or runs/ if it exists, or the current one.  Raises ConfigError: no such directory.
 
-    Absolute, so that it equals the queue's name of the directory.
+    Paths are absolute, so that they equal the directories' names in the queue.
     """
     for directory in given:
         if not directory.is_dir():
@@ -115,12 +115,12 @@ def _list(path: Path) -> _Listing:
 
 
 def _directories(path: Path, entries: Iterable[os.DirEntry[str]]) -> Iterator[Path]:
-    """Real ones before links: of two names of a run the real one is shown."""
+    """Subdirectories, real ones before links: of two names of a run the real one is shown."""
     links = []
     for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.name.startswith("."):
             continue
-        with suppress(OSError):  # a link that leads nowhere, or in a circle
+        with suppress(OSError):  # a broken or circular link
             if not entry.is_dir():
                 continue
             if entry.is_symlink():
@@ -135,37 +135,37 @@ def _directories(path: Path, entries: Iterable[os.DirEntry[str]]) -> Iterator[Pa
 # The state of a run: which processes or jobs are alive, or how it ended.
 #
 # Input: RunView and the run's lines of the queue.  Output: Standing.  Pure except that it reads the directory.
-# Slurm and the process table are trusted first, then a status file that is still being updated; a run that says
-# "training" while nothing is alive is lost.
+# Slurm and the process table come first, then a status file that is still being updated; a run with status "training"
+# of which nothing is alive is lost.
 
-_CLOCK_SKEW_S = 60.0  # between a node that writes and slurmctld
+_CLOCK_SKEW_S = 60.0  # between a writing node and slurmctld
 _STOPS = {Cause.STOP, Cause.ABORT, Cause.SIGNAL}
-_GOES_ON = {Cause.TIME, Cause.YIELD, Cause.FENCED}  # another attempt was to follow
+_GOES_ON = {Cause.TIME, Cause.YIELD, Cause.FENCED}  # another attempt was planned
 
 
 class State(StrEnum):
     """The state of a run."""
 
     QUEUED = "queued"  # its controller waits for nodes
-    STARTING = "starting"  # a part of it is alive, and no step has begun
+    STARTING = "starting"  # a part of the run is alive, and no step has begun
     RUNNING = "running"
-    STOPPED = "stopped"  # on request, or cancelled; a resume goes on
+    STOPPED = "stopped"  # on request, or cancelled; can be resumed
     FAILED = "failed"
     COMPLETE = "complete"
-    LOST = "lost"  # its status says that it is running, but nothing is alive
+    LOST = "lost"  # running by its status, but nothing is alive
     NEW = "new"  # never started
     UNKNOWN = "unknown"  # a Slurm run, and Slurm does not answer
     DAMAGED = "damaged"
 
     @property
     def is_alive(self) -> bool:
-        """True while a part of it runs or waits to run, or that is not known."""
+        """True while a part of the run runs or waits to run, or this is unknown."""
         return self in (State.QUEUED, State.STARTING, State.RUNNING, State.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Everything that a line says about a run."""
+    """The facts in a line about a run."""
 
     view: RunView
     state: State
@@ -176,15 +176,15 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """What Slurm says of this user's jobs."""
+    """This user's jobs in Slurm, seen from one run."""
 
-    of_run: tuple[JobRow, ...] = ()  # that name this run themselves
-    others: Mapping[int, Sequence[JobRow]] = field(default_factory=dict)  # that name no run, by id
+    of_run: tuple[JobRow, ...] = ()  # name this run in their log's path
+    others: Mapping[int, Sequence[JobRow]] = field(default_factory=dict)  # name no run, by id
     trouble: str = ""  # why Slurm did not answer
 
 
 def standing_of(view: RunView, queue: Queue, now: float) -> Standing:
-    """Judge one run.  Raises nothing that a file in the directory can cause."""
+    """Determine the state of a run.  Damaged files in the directory raise no exception."""
     found = Standing(view, State.LOST, queue.of_run, where=_nodes(queue.of_run))
     if view.damage:
         return replace(found, state=State.DAMAGED, remark=view.damage)
@@ -193,7 +193,7 @@ def standing_of(view: RunView, queue: Queue, now: float) -> Standing:
         return replace(found, state=State.COMPLETE, where=_host(view), remark=remark)
     try:
         records = _records(view)
-    except (RunDirectoryError, OSError, TypeError) as error:  # a record whose numbers are words cannot be sorted
+    except (RunDirectoryError, OSError, TypeError) as error:  # records with words for numbers cannot be sorted
         return replace(found, state=State.DAMAGED, remark=f"job records: {error}")
     found = replace(found, rows=(*queue.of_run, *_recorded(view.name, records, queue.others)))
     return _alive_here(found, records) or _not_here(found, records, queue.trouble, now)
@@ -212,7 +212,7 @@ def _records(view: RunView) -> Sequence[JobRecord]:
 
 
 def _recorded(name: str, records: Sequence[JobRecord], others: Mapping[int, Sequence[JobRow]]) -> Iterator[JobRow]:
-    """Jobs that only the run's records name.  If a site resets its job counter, an id may be another job's."""
+    """Jobs known from the run's records only.  If a site resets its job counter, an id may be another job's."""
     for record in records:
         yield from (
             row for row in others.get(record.job_id, ()) if row.name.partition(".")[0] == name.partition(".")[0]
@@ -227,7 +227,7 @@ def _living(rows: Sequence[JobRow]) -> tuple[JobRow, ...]:
 
 
 def _alive_here(found: Standing, records: Sequence[JobRecord]) -> Standing | None:
-    """Alive by Slurm, or by this machine's processes; None: neither knows of anything alive."""
+    """State by live jobs of Slurm or live processes of this machine; None: there are none."""
     controller_jobs, living = {record.job_id for record in records if record.hosts_controller}, _living(found.rows)
     controller_rows = [
         row for row in living if not row.component and (row.job_id in controller_jobs or not controller_jobs)
@@ -242,7 +242,7 @@ def _alive_here(found: Standing, records: Sequence[JobRecord]) -> Standing | Non
 
 
 def _not_here(found: Standing, records: Sequence[JobRecord], trouble: str, now: float) -> Standing:
-    """Ended, or alive where it cannot be seen from here."""
+    """State without known live processes: ended, or alive on another machine."""
     view, host = found.view, _host(found.view)
     is_submitted = _is_submitted(view, records)
     told = _told(found, records) if is_submitted else None
@@ -268,7 +268,7 @@ def _is_submitted(view: RunView, records: Sequence[JobRecord]) -> bool:
 
 
 def _in_slurm(found: Standing, living: tuple[JobRow, ...], controller_rows: Sequence[JobRow]) -> Standing:
-    """The state by the job with the controller; a successor waits while the one before it runs."""
+    """State by the job with the controller; its successor waits while the job runs."""
     there = [row for row in controller_rows if row.state.life not in (JobStage.WAITING, JobStage.HELD)]
     controller_row, names = (there or controller_rows)[0], found.view.names
     state, remark = State.QUEUED, ""
@@ -300,7 +300,7 @@ def _phase(view: RunView) -> State:
 
 
 def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | None:
-    """What the job with the controller said of its end, or else what Slurm still knows of it."""
+    """Recorded end of the job with the controller, or else its end by Slurm; None: neither is known."""
     controller_job = next((record for record in reversed(records) if record.hosts_controller), None)
     if controller_job is None:
         return None
@@ -318,10 +318,10 @@ def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | 
 
 
 def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
-    """Nothing is alive and no job has said why: the state by what the roles have written."""
+    """State by files of the roles, if nothing is alive and no job has recorded an end."""
     view = found.view
     is_asked = bool({"STOP", "ABORT"} & view.names)
-    # Whoever was slow to leave then was ended by a signal, also before there was a controller.
+    # Processes that were slow to exit were then ended by a signal, also before there was a controller.
     if is_asked and (view.phase in ("stopped", "") or "ABORT" in view.names):
         return State.STOPPED, ""
     if not is_submitted and (error := view.recorded_failure):
@@ -342,7 +342,7 @@ def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
 
 
 def _nodes(living: Sequence[JobRow], controller_row: JobRow | None = None) -> str:
-    """The controller's node, and the partitions of all: "c0 (cpu, gen, train)"."""
+    """The controller's node, and the partitions of all jobs: "c0 (cpu, gen, train)"."""
     partitions = ", ".join(sorted({row.partition for row in living if row.partition}))
     return " ".join(
         filter(None, (controller_row.nodes if controller_row else "", f"({partitions})" if partitions else ""))
@@ -396,14 +396,14 @@ def survey(tops: Sequence[Path], depth: int = DEPTH, queue: MyQueue | None = Non
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         judged = sorted(pool.map(judge, runs.values()), key=lambda each: -each.view.last_sign_unix_s)
-    # Without a Slurm here nothing is said about it, unless a run needs it.
+    # A machine without Slurm gets no remark, unless a run needs Slurm.
     if asked.trouble and (asked.is_there or any(run.state is State.UNKNOWN for run in judged)):
         remarks.append(asked.trouble)
     return Survey(tuple(judged), tuple(remarks), now)
 
 
 def _elsewhere(queue: MyQueue, runs: dict[Identity, RunView]) -> list[str]:
-    """Add runs that are in the queue but in no directory that was searched; returns problems with them."""
+    """Add runs that are in the queue but not in the searched directories; returns problems with these."""
     remarks, known = [], {view.root for view in runs.values()}
     waiting = {job.run_directory: job.row for job in queue.jobs if job.run_directory and job.row.state.is_alive}
     for root in waiting.keys() - known:
@@ -418,7 +418,7 @@ def _elsewhere(queue: MyQueue, runs: dict[Identity, RunView]) -> list[str]:
 def _jobs_by_run(
     queue: MyQueue, runs: Iterable[RunView]
 ) -> tuple[dict[Identity, list[JobRow]], dict[int, list[JobRow]]]:
-    """Rows by the directory that their log names, and by id those whose log names none."""
+    """Rows by the run directory in their log's path, and rows without one by id."""
     names = {view.root: view.identity for view in runs}
     by_run: dict[Identity, list[JobRow]] = defaultdict(list)
     others: dict[int, list[JobRow]] = defaultdict(list)
@@ -427,6 +427,6 @@ def _jobs_by_run(
         if root is None:
             others[job.row.job_id].append(job.row)
             continue
-        with suppress(OSError):  # it has been deleted
+        with suppress(OSError):  # the directory was deleted
             by_run[names.get(root) or RunView(RunLayout(root)).identity].append(job.row)
     return by_run, others

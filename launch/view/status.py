@@ -1,4 +1,4 @@
-"""What a run is doing, read from its directory: for the progress line and `rlhpc status`.
+"""Current activity of a run, read from its directory: for the progress line and `rlhpc status`.
 
 Input: status.json, which the controller replaces about once a second, and, for a run under Slurm, the job view of
 launch/view/jobs.py.
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 # -------------------------------------------------------------------------------------------------------- disk troubles
 #
-# Why a run cannot write: what it says itself, or what a look at its disk says.
+# Reasons why a run cannot write: from its status, or from a test of its disk.
 #
-# A full disk refuses status.json too, so that the run can tell nobody: a status that is old may mean that.
+# On a full disk status.json cannot be written either: an old status may mean that.
 
-OLD_S = 10.0  # age of a status that its controller cannot be writing any more
+OLD_S = 10.0  # age of a status from which on its controller counts as unable to write
 _PROBE_BYTES = 16 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def disk_troubles(view: RunView) -> Sequence[str]:
-    """What is wrong with the disk, in words.  Writes a file for a moment if the status is old."""
+    """Troubles of the disk, in words.  Writes and deletes a file if the status is old."""
     layout, status = view.layout, view.status
     said: Sequence[str] = status.get("disk_troubles", ())
     is_over = view.phase == "stopped" or layout.summary.exists()
@@ -60,11 +60,11 @@ def disk_troubles(view: RunView) -> Sequence[str]:
 
 
 def _is_full(layout: RunLayout) -> str:
-    """What the system says, "" if there is room.  Not asked of statvfs, which knows of no quota."""
+    """The system's error on writing a file, "" if there is room.  Not by statvfs, which ignores quotas."""
     probe = layout.root / f".probe.{uuid.uuid4().hex[:12]}.tmp"
     try:
         write_synced(probe, bytes(_PROBE_BYTES))
-    except OSError as error:  # another user's directory says nothing
+    except OSError as error:  # no conclusion from another user's directory
         return os.strerror(error.errno) if error.errno in _FULL else ""
     finally:
         with suppress(OSError):
@@ -74,9 +74,9 @@ def _is_full(layout: RunLayout) -> str:
 
 # ------------------------------------------------------------------------------------------------------- evaluation job
 #
-# The job that evaluates a run while it trains, in a line of `rlhpc status`: it is none of the run's own.
+# The job that evaluates a run during training, in a line of `rlhpc status`: it is not one of the run's jobs.
 #
-# Input: evaluations/job.json and squeue.  Output: a line where somebody may have to act; none of a job that runs.
+# Input: evaluations/job.json and squeue.  Output: a line if somebody may have to act; none for a running job.
 
 
 def lines_about_evaluation_job(layout: RunLayout) -> list[str]:
@@ -101,26 +101,26 @@ def lines_about_evaluation_job(layout: RunLayout) -> list[str]:
 
 # --------------------------------------------------------------------------------------------------------- status notes
 #
-# What `rlhpc status` says of the guard, of prompts that are kept from generators, and of evaluations.
+# Lines of `rlhpc status` about the guard, quarantined prompts, and evaluations.
 #
 # Input: guard.jsonl, lost_leases.jsonl, jobs/failures.json, evaluations/ of a run directory.  Output: lines, or JSON.
-# Loads nothing where none of them is there.
+# Imports nothing if none of these files exists.
 
 NUM_SHOWN = 5  # prompts
 
 
 @dataclass(frozen=True)
 class Notes:
-    """What there is to say."""
+    """Remarks of a status."""
 
     guard: Sequence[dict[str, Any]]  # entries of guard.jsonl, oldest first
-    quarantined: Sequence[Suspicion]  # prompts that are given to no generator any more
-    suspects: Sequence[Suspicion]  # prompts that something died of, and that may still be completed
+    quarantined: Sequence[Suspicion]  # prompts that are no longer given to generators
+    suspects: Sequence[Suspicion]  # prompts suspected of a death, which may still be completed
     evaluations: dict[str, dict[int, dict[str, Any]]]  # figures by dataset and step
-    retries: Mapping[str, Any] = field(default_factory=dict)  # failures.json, while no checkpoint has come after it
+    retries: Mapping[str, Any] = field(default_factory=dict)  # failures.json, if there is no newer checkpoint
 
     def lines(self) -> list[str]:
-        """Lines for people; none where nothing has happened."""
+        """Lines for people; none if there is nothing to report."""
         found = []
         if self.retries:
             tries, most = counted(self.retries["failures"], "attempt"), self.retries.get("max_retries")
@@ -145,7 +145,7 @@ class Notes:
         return found + lines_about(self.evaluations)
 
     def as_document(self) -> dict[str, Any]:
-        """The status for programs."""
+        """The remarks as a JSON object."""
         return {
             "guard": [*self.guard],
             "quarantined": [asdict(each) for each in self.quarantined],
@@ -156,9 +156,9 @@ class Notes:
 
 
 def read_notes(view: RunView) -> Notes:
-    """What the files of a run say.  Raises RunDirectoryError if one cannot be read."""
+    """Read the remarks from a run's files.  Raises RunDirectoryError if one cannot be read."""
     try:
-        known = view.suspicions if view.suspicions and view.config is not None else []  # else `rlhpc check` says so
+        known = view.suspicions if view.suspicions and view.config is not None else []  # else `rlhpc check` reports it
         max_attempts = view.config.admission.max_attempts if known and view.config is not None else 0
         quarantined = [each for each in known if each.is_quarantined(max_attempts)]
         suspects = [each for each in known if not each.is_quarantined(max_attempts)]
@@ -180,26 +180,26 @@ def _retries(layout: RunLayout) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------------------- status
 
-NUM_FIGURES = 2  # lines of them at the head of a status
+NUM_FIGURES = 2  # lines of figures at the head of a status
 WIDTH = 80  # columns, of counts
 MOST_NAMES = 4  # of processes, in one line
 _OVER = ("admitted", "released", "dropped")  # counts since the start of the run
 
 
 def show_status(options: argparse.Namespace) -> int:
-    """Print it; returns exit status 0."""
+    """Print the status; returns exit status 0."""
     print(render_status(options.layout, as_json=options.json))
     return 0
 
 
 def render_status(layout: RunLayout, as_json: bool = False) -> str:
-    """Return a table of every role, and of every job under Slurm.  as_json: the same for programs.
+    """Return a table of every role, and of every job under Slurm.  as_json: as a JSON document.
 
     Raises RunDirectoryError if this is no run directory.
     """
     layout.require_run()
     view = RunView(layout)
-    status = view.status or certain_document(layout.status)  # else one that cannot be read would count as absent
+    status = view.status or certain_document(layout.status)  # else an unreadable one would count as absent
     slurm = look_at_run(view) if view.is_slurm_run else None
     if status:
         status["disk_troubles"] = disk_troubles(view)
@@ -236,27 +236,27 @@ def _lines(view: RunView, slurm: SlurmView | None, notes: Notes) -> list[str]:
 
 
 def _as_it_ended(view: RunView) -> tuple[dict[str, Any], list[str]]:
-    """The status of a run that nothing runs any more, with what `rlhpc list` says of its end.
+    """Correct the status of a run of which nothing is alive by the state in `rlhpc list`.
 
-    A controller that was killed leaves "training" behind.
+    The last status of a killed controller is "training".
     """
     standing = standing_of(view, Queue(), time.time()) if view.is_there else None
     if standing is None or standing.state not in (State.FAILED, State.LOST):
         return view.status, []
     why = [f"{standing.state}: {printable(standing.remark)}"] if standing.remark else []
-    phase = view.status["phase"]  # "stopped": its controller has closed the books, which is no time to fail at
+    phase = view.status["phase"]  # "stopped": the controller has ended properly
     words = standing.state if phase == "stopped" else f"{standing.state} while {phase}"
     return {**view.status, "phase": words}, why
 
 
 def waiting_for(status: dict[str, Any], expected: Sequence[str]) -> str:
-    """The processes that have not said hello yet, for people; "": all have."""
+    """Processes that have not connected yet, as text; "": all have connected."""
     shown, more = _missing(status, expected)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _missing(status: dict[str, Any], expected: Sequence[str]) -> tuple[list[str], int]:
-    """Who of them has not said hello: some names, and the number of others.  Nobody is missed at the end of a run."""
+    """Expected processes that have not connected: some names, and the number of others.  None at the end of a run."""
     there = {role["name"] for role in status["roles"]}
     is_over = status.get("is_ending") or status["phase"] in ("complete", "stopped")
     wanted = () if is_over else expected
@@ -265,8 +265,8 @@ def _missing(status: dict[str, Any], expected: Sequence[str]) -> tuple[list[str]
 
 
 def expected_of(view: RunView) -> Sequence[str]:
-    """Names of the processes of the run's own plan; none where its settings cannot be read."""
-    from launch.plan.processes import process_names  # slow to import, and needed of a run that lives
+    """Names of the processes in the run's plan; none if its settings cannot be read."""
+    from launch.plan.processes import process_names  # slow to import, and needed for live runs only
 
     return () if view.config is None else process_names(view.config)
 
@@ -274,7 +274,7 @@ def expected_of(view: RunView) -> Sequence[str]:
 def _run_lines(
     status: dict[str, Any], life: str, expected: Sequence[str] = (), *, absence: str = "starting"
 ) -> list[str]:
-    """absence: what is said of processes that are expected and have not said hello."""
+    """absence: text about expected processes that have not connected."""
     in_flight, so_far = _counts_of_groups(status["queue"])
     age = max(time.time() - status["unix_time_s"], 0.0)  # the clock of its node may be ahead of this one
     missing, more = _missing(status, expected)
@@ -296,7 +296,7 @@ def _run_lines(
 
 
 def _figures(status: dict[str, Any]) -> str:
-    """The second line: how well and how fast it goes."""
+    """Second line of a status: loss or reward, and speed."""
     trainer = f"trainer {status['trainer_tokens_per_s']:.0f} tokens/s"
     if status.get("stage") == "sft":
         held_out = status["held_out"] or {}
@@ -312,13 +312,13 @@ def _figures(status: dict[str, Any]) -> str:
 
 
 def _without_roles(status: dict[str, Any], lines: list[str]) -> list[str]:
-    """What holds for a run that is over: the last states of its queue and roles are out of date."""
+    """Keep the lines that hold for a run that is over: without states of its queue and roles."""
     num_errors = len(verifier_lines(status.get("verifiers", {}))) + len(error_lines(status.get("errors", {})))
     return [*lines[: NUM_FIGURES + num_errors], *_counts_of_groups(status["queue"])[1]]
 
 
 def _counts_of_groups(queue: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Lines about groups in flight and before, and about those that are over; of reasons, those that came up."""
+    """Lines about groups in flight and before, and about finished ones; reasons with a count of 0 are left out."""
     over = {name: count for name, count in queue.items() if name in _OVER or name.startswith("dropped_")}
     now = {name: count for name, count in queue.items() if name not in over}
     shown = {name: count for name, count in over.items() if count or not name.startswith("dropped_")}
@@ -326,7 +326,7 @@ def _counts_of_groups(queue: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
-    """Counts in as many lines of 80 columns as they take; a count stays with its name."""
+    """Wrap counts into lines of 80 columns; a count stays with its name."""
     lines = [f"{title:<8}"]
     for name, count in counts.items():
         part = f"{name} {count}"
@@ -337,7 +337,7 @@ def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
 
 
 def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
-    """What has failed in which way, a line for each task of which anything has."""
+    """Failures of verifiers by kind, a line for each task with failures."""
     if not verifiers:
         return []
     from rlhpc.rewards.outcomes import BATCH_FAILED, FAILURES, FORKED, JUDGED  # slow to import
@@ -351,7 +351,7 @@ def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
 
 
 def error_lines(errors: Mapping[str, Any]) -> list[str]:
-    """Return what had no verdict in this attempt, by cause, and the last of it."""
+    """Return lines on rollouts without a verdict in this attempt, by cause, with the last error."""
     causes = [f"{cause.replace('_', ' ')} {number}" for cause, number in errors.get("causes", {}).items()]
     if not causes:
         return []
@@ -386,8 +386,8 @@ _TOLD = {
     "dropped_verifier_error": "no verifier could judge them; `rlhpc rollouts {root} --verdict verifier_error` says why",
     "dropped_poison": "their leases were lost, or their prompts are quarantined: `rlhpc status {root}` lists these",
 }
-LOOK_AT_DISK_S = 2.0  # where the run itself says nothing
-BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
+LOOK_AT_DISK_S = 2.0  # if the status has no disk trouble
+BEFORE = ("starting", "replaying", "waiting for generators")  # phases without training of new steps
 _ON_THEIR_WAY = {"waiting for generators": "the first weights are on their way | "}  # once all processes are there
 # Of status.json, in the order of the fields of Progress.
 _OF_PROGRESS = (
@@ -407,13 +407,13 @@ class Watch:
         is_quiet: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """expected: processes that the run needs (process_names).  is_quiet: nothing but what `tell` is told."""
+        """expected: processes that the run needs (process_names).  is_quiet: print only lines of `tell`."""
         self._layout, self._stream, self._is_quiet, self._clock = layout, stream, is_quiet, clock
         self._expected, self._began_s = tuple(expected), clock()
         self._line: ProgressLine | None = None
         self._last_step = 0
         self._attempt: int | None = None  # as last seen
-        self._told = dict.fromkeys(_TOLD, 0)  # groups at the last warning
+        self._told = dict.fromkeys(_TOLD, 0)  # number of groups at the last warning
         self._has_disk_trouble, self._saw_disk_s = False, -math.inf  # as last told
         self._waits_in: int | None = None  # attempt that waits for verdicts, as last told
 
@@ -438,7 +438,7 @@ class Watch:
             self._began_s = self._clock()  # another attempt starts
         self._attempt = attempt
         if status["phase"] in BEFORE:
-            self._last_step = status["step"]  # that a resume begins with
+            self._last_step = status["step"]  # a resume begins with it
             waits_for = waiting_for(status, self._expected)
             what = f"waits for {waits_for} | " if waits_for else _ON_THEIR_WAY.get(status["phase"], "")
             self._line.wait(status["phase"], what + format_duration(self._clock() - self._began_s))
@@ -480,10 +480,10 @@ class Watch:
         self.tell(f"the disk refuses: {'; '.join(troubles)}" if troubles else "the disk takes what is written again")
 
     def tell(self, text: str) -> None:
-        """Print a line of its own, if anybody still reads: its terminal or pipe may be closed, its disk full."""
+        """Print a separate line, unless the output fails: its terminal or pipe may be closed, its disk full."""
         self.close()
         with suppress(OSError):
-            self._stream.write(f"rlhpc: {escaped(text)}\n")  # the last words of a process may quote what was sampled
+            self._stream.write(f"rlhpc: {escaped(text)}\n")  # a process's last error may quote sampled text
             self._stream.flush()
 
     def close(self) -> None:
