@@ -20,7 +20,14 @@ from launch.evaluate.evaluation import preview_evaluations
 from launch.plan.gpu_map import GpuMap, map_gpus
 from launch.plan.processes import local_plan_document, process_names
 from launch.plan.site_file import ClusterConfig
-from launch.run_directory.prepare import NEWEST, ResumePoint, mint_keys, prepare_run_dir, refuse_taken_directory
+from launch.run_directory.prepare import (
+    NEWEST,
+    ResumePoint,
+    mint_keys,
+    prepare_run_dir,
+    refuse_other_lessons,
+    refuse_taken_directory,
+)
 from launch.run_files.run_state import Attempt, is_complete, last_words
 from launch.supervisor.local_run import LocalSignals, note_stop, supervise_locally
 from launch.supervisor.processes import StopSignal
@@ -34,7 +41,7 @@ from rlhpc.base.ownership import RunOwner, Tell
 from rlhpc.base.patience import briefly, seen
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import Config, with_values
 from rlhpc.protocol.errors import ConfigError
 
 MAX_RETRIES: int = ClusterConfig.model_fields["max_retries"].default
@@ -42,7 +49,28 @@ MAX_RETRIES: int = ClusterConfig.model_fields["max_retries"].default
 
 def run(options: argparse.Namespace) -> int:
     """Do a run, and say how it ended; returns the exit status."""
-    return _run(load_config(options.run_file, options.overrides), options)
+    config = load_config(options.run_file, options.overrides)
+    if config.demonstrations and not config.is_supervised:
+        preflight(config)  # what RL would be refused for is refused before hours of another stage
+        stage = stage_of(config)
+        status = _stage_first(stage, options)
+        if status or not is_complete(RunLayout(stage.run_directory)):  # it was stopped
+            return status
+        taught = with_values(config, {"model.path": RunLayout(stage.run_directory).model})
+        return _run(taught, options, may_begin=True)
+    return _run(config, options)
+
+
+def _stage_first(stage: Config, options: argparse.Namespace) -> int:
+    """Do the supervised fine-tuning before an RL run, or what is left of it; returns its exit status.
+
+    Raises RunDirectoryError: it is complete, and has learnt something else.
+    """
+    layout = RunLayout(stage.run_directory)
+    if not options.fresh and is_complete(layout):
+        refuse_other_lessons(stage, layout)
+        return 0
+    return _run(stage, options, may_begin=True)
 
 
 def sft(options: argparse.Namespace) -> int:
@@ -57,13 +85,14 @@ def sft(options: argparse.Namespace) -> int:
     return submit_here(stage, options.site, options)
 
 
-def _run(config: Config, options: argparse.Namespace) -> int:
-    resume_from = resume_point(options)
+def _run(config: Config, options: argparse.Namespace, *, may_begin: bool = False) -> int:
+    """may_begin: --resume begins it if nothing of it is there: of two stages the first may have been interrupted."""
+    resume_from, layout = resume_point(options), RunLayout(config.run_directory)
     again = continued(options.typed)
     how = {} if options.max_retries is None else {"max_retries": options.max_retries}
-    how |= {"resume": options.resume, "fresh": options.fresh, "is_quiet": options.quiet, "again": again}
+    resume = options.resume and (layout.is_run or not may_begin)
+    how |= {"resume": resume, "fresh": options.fresh, "is_quiet": options.quiet, "again": again}
     status = run_locally(config, resume_from=resume_from, **how)
-    layout = RunLayout(config.run_directory)
     unseen = [f"{layout.root}: cannot be read at the moment; `rlhpc status` says later how it ended"]
     if not options.quiet:
         for line in seen(lambda: last_words(layout, f"`{shlex.join(again)}`", status), unseen):

@@ -392,6 +392,16 @@ def refuse_run_dir_for_jobs(
     return exists, renewal
 
 
+def refuse_other_lessons(config: Config, layout: RunLayout) -> None:
+    """Raise RunDirectoryError if complete supervised fine-tuning has learnt other things, or otherwise, than this."""
+    changed = [text for text in _renewal(config, layout).changed if text.startswith(("sft.", "lora."))]
+    if changed:
+        raise RunDirectoryError(
+            f"{layout.root}: complete, with other settings: {'; '.join(changed)}; legal: the old values, --fresh, or "
+            "another run.name"
+        )
+
+
 def refuse_open_directory(layout: RunLayout, tell: Tell) -> None:
     """Report if others may read it, and set the umask.  Raises RunDirectoryError if others may change it."""
     keep_others_from_writing()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from launch.cli import main
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import read_resolved
 from rlhpc.data.demonstrations import open_demonstrations
 from rlhpc.training.checkpoint_directory import KnownCheckpoints
 from tests.contracts.trainer_textbook import load_hf
-from tests.ring.run_kit import Lab, Run, rlhpc, scalars, summary_of, to_toml
+from tests.ring.run_kit import Lab, Run, rlhpc, scalars, summary_of, to_toml, wait_while_it_moves
+from tests.tiny_models import make_tiny_checkpoint
 
 pytestmark = pytest.mark.ring
 NUM_STEPS = 24
@@ -154,3 +157,52 @@ def test_a_run_that_was_ended_goes_on_to_the_same_model(
         run.assert_nothing_is_left(30.0)
     assert not run.layout.summary.exists()
     assert same(done(lab, name, "--resume"), undisturbed)
+
+
+def test_an_rl_run_with_demonstrations_learns_from_them_first_and_goes_on_from_that_model(lab: Lab) -> None:
+    text = stage_file(
+        lab, "unused", sft={"num_steps": 4, "evaluate_every": 2}, run={"deterministic": False}
+    ).read_text()
+    stage = {name: values for name, values in tomllib.loads(text).items() if name in ("demonstrations", "sft")}
+    path, layout, first = (
+        lab.run_file("both", run={"num_steps": 2}, **stage),
+        lab.layout("both"),
+        lab.layout("both-sft"),
+    )
+    with Run(path, layout) as run:
+        wait_while_it_moves(first.status.exists, first.status.exists, "the first stage", run.story)
+        run.interrupt()
+        run.finish()
+        run.assert_nothing_is_left(10.0)
+    assert not layout.is_run
+    for _ in range(2):  # the second time both are complete
+        with Run(path, layout, "--resume") as run:
+            assert run.finish() == 0, run.story()
+        assert summary_of(first)["steps"] == 4
+        assert summary_of(layout)["steps"] == 2
+    assert read_resolved(layout)[0].model.path == first.model
+    refused = rlhpc("run", str(path), "--resume", "sft.learning_rate=1e-4")
+    assert (refused.returncode, "sft.learning_rate: 0.005 → 0.0001" in refused.stderr) == (2, True), refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "said"),
+    [
+        ('{"sum": "1+1="}', (), "no field 'is', which demonstrations.completion_field names"),
+        ('{"sum": "1+1=", "is": 2', (), "additions.jsonl:1"),
+        ('{"sum": "1+1=", "is": "2"}', ("model.path=/nowhere",), "model.path"),
+        ('{"sum": "1+1=", "is": "2"}', ("sft.max_tokens=4",), "the conversation has"),
+        ('{"sum": "1+1=", "is": "2"}', ("sft.warmup_steps=99",), "sft.warmup_steps=99"),
+        ('{"sum": "1+1=", "is": "2"}', ("trainer.token_budget=9999", "sft.max_tokens=9999"), "context of 4096"),
+    ],
+    ids=["no-answer", "half-a-record", "no-model", "too-long", "warm-up", "context"],
+)
+def test_what_cannot_be_learnt_is_refused_before_anything_is_there(
+    tmp_path: Path, record: str, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path, make_tiny_checkpoint(tmp_path / "model"), tmp_path / "unused")
+    (tmp_path / "additions.jsonl").write_text(f"{record}\n")
+    assert main(["sft", str(stage_file(lab, "refused")), "sft.held_out=0.0", "sft.evaluate_every=50", *words]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert not lab.layout("refused").root.exists()

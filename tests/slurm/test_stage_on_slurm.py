@@ -1,0 +1,39 @@
+"""Supervised fine-tuning as Slurm jobs: no node for generators, stopped and resumed, a model at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.private_slurm.cluster import DevCluster
+from tests.ring.run_kit import Lab, make_lab, summary_of
+from tests.ring.test_supervised_run import stage_file
+from tests.slurm.cluster_run import SlurmRun
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return make_lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
+def test_a_stage_is_submitted_stopped_and_resumed_without_generators(
+    slurm: DevCluster, lab: Lab, placement: str
+) -> None:
+    run = SlurmRun(slurm, lab, f"stage-{placement}", placement)
+    run.run_file = stage_file(lab, f"stage-{placement}", sft={"num_steps": 1000}, run={"deterministic": False})
+    root, model = str(run.layout.root), run.layout.model
+    told = run.cli("sft", str(run.run_file), "--site", str(run.site_file))
+    assert "submitted" in told
+    assert sorted(run.jobs) == (["hetjob"] if placement == "hetjob" else ["controller", "trainer"])
+    run.wait_step(3)
+    assert "supervised fine-tuning   loss" in run.cli("status", root)
+    run.cli("stop", root)
+    saved = run.status()["step"]
+    assert not Path(model).exists()
+    assert 3 <= saved < 1000
+    run.cli("resume", root, f"sft.num_steps={saved + 2}", "--wait")
+    assert summary_of(run.layout)["steps"] == saved + 2
+    assert (model / "config.json").exists()
+    assert sorted(path.name for path in run.layout.logs.iterdir()) == ["controller-0", "slurm", "trainer-0"]
