@@ -1,8 +1,9 @@
-"""Train with TRL's GRPOTrainer what bench/versus_trl.py trains with rlhpc; run by the Python that has TRL.
+"""Train with TRL what bench/versus_trl.py and bench/sft.py train with rlhpc; run by the Python that has TRL.
 
     python trl_side.py SETTINGS.json
 
-Prints a JSON line for each optimiser step: seconds by the clock and of CPU since the process began, and the reward.
+Prints a JSON line for each optimiser step: seconds by the clock and of CPU since the process began, and the reward, or
+the tokens so far.
 """
 
 from __future__ import annotations
@@ -33,8 +34,63 @@ def is_even(completion: str, answer: str) -> float:
 REWARDS = {"integer_arithmetic": is_right, "bench.trl_side:is_even": is_even}
 
 
+def sft(settings: dict[str, Any]) -> None:
+    """SFTTrainer on prompts and completions, packed."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(settings["threads"])
+    is_apart = settings["strategy"] == "bfd"
+
+    class Report(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
+        def on_step_end(self, arguments: object, state: Any, control: object, **_: object) -> None:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            line = {
+                "step": state.global_step,
+                "at_s": time.monotonic() - BEGAN_S,
+                "tokens": state.num_input_tokens_seen,
+            }
+            print(json.dumps({**line, "cpu_s": used.ru_utime + used.ru_stime}), flush=True)
+
+    records = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        train_dataset=Dataset.from_list(records),
+        callbacks=[Report()],
+        args=SFTConfig(
+            output_dir=settings["scratch"],
+            max_steps=settings["steps"],
+            per_device_train_batch_size=1 if is_apart else settings["rows"],
+            gradient_accumulation_steps=settings["rows"] if is_apart else 1,
+            max_length=settings["row"],
+            packing=True,
+            packing_strategy=settings["strategy"],
+            learning_rate=settings["learning_rate"],
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            gradient_checkpointing=False,
+            include_num_input_tokens_seen=True,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+
+
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    if settings.get("trainer") == "sft":
+        sft(settings)
+        return
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
