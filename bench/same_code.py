@@ -41,7 +41,15 @@ def statements(revision: str, folders: Sequence[str]) -> Iterator[Placed]:
         for node in tree.body:
             is_of_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             if not isinstance(node, ast.Import | ast.ImportFrom) and not is_of_types:
-                yield f"{path}:{node.lineno}", plain.visit(node)
+                yield f"{path}:{node.lineno}", _filled(plain.visit(node))
+
+
+def _filled(node: ast.stmt) -> ast.stmt:
+    """Give blocks that had nothing but imports a `pass`."""
+    for part in ast.walk(node):
+        if getattr(part, "body", None) == []:
+            part.body = [ast.Pass()]  # type: ignore[attr-defined]
+    return node
 
 
 class _Plain(ast.NodeTransformer):

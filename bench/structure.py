@@ -22,6 +22,7 @@ from pathlib import Path
 HOUSES = ("launch", "rlhpc", "rlhpc/roles", "rlhpc/training")
 LONG_FUNCTION = 40  # lines
 PREPOSITION = r"(Of|In|For|To|By|With|On|At|From|As|Without|After|Before|Between) "
+RIDDLE = r"(What|Where|Those|Who|Why|How) "  # a clause or pronoun in place of the thing's name
 BLOCK = 6  # lines that are the same in two places, without blank ones, comments and imports
 
 
@@ -153,6 +154,7 @@ def figures(root: Path, trees: dict[str, ast.Module]) -> dict[str, str]:
     classes = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     begins = {
         "with a preposition": sum(bool(re.match(PREPOSITION, text)) for text in written),
+        "with What, Who, How …": sum(bool(re.match(RIDDLE, text)) for text in written),
         "The same, but": sum(text.startswith("The same") for text in written),
         "See": sum(text.startswith("See ") for text in written),
     }

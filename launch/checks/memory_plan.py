@@ -93,7 +93,7 @@ class RowMemory:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether all else is frozen."""
+        """True if only adapters are trained, and all else is frozen."""
         return self.adapter_rank + self.head_rank > 0
 
     @property

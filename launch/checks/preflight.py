@@ -73,7 +73,7 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
 
 
 def _quoted(text: str) -> list[str]:
-    """Lines of a text, without its middle where they are many."""
+    """Lines of a text, without the middle of a long one."""
     lines = text.split("\n")
     if len(lines) > _MOST_LINES:
         left_out = len(lines) - _MOST_LINES + 1
@@ -232,7 +232,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
 
 
 def stage_of(config: Config) -> Config:
-    """Settings of supervised fine-tuning, alone or before RL.  Tokenises all demonstrations, which gives its steps.
+    """Settings of supervised fine-tuning, alone or before RL.  Tokenises all demonstrations to count the steps.
 
     Raises ConfigError, DataError.
     """
@@ -240,7 +240,7 @@ def stage_of(config: Config) -> Config:
         raise ConfigError(
             "demonstrations: the run file has no table [[demonstrations]] to learn from; legal: 1 or more"
         )
-    _model_of(config)  # or what is wrong with the model would be said of the data
+    _model_of(config)  # else an error of the model would be reported as one of the data
     return supervised(config, open_demonstrations(config).num_conversations)
 
 
@@ -316,7 +316,7 @@ def _look_at_demonstrations(
 
 
 def demonstration_lines(config: Config, findings: Findings) -> Iterator[str]:
-    """Lines of `rlhpc check` about what is learnt from: sizes, and the beginning of the first conversation."""
+    """Lines of `rlhpc check` about demonstrations: sizes, and the beginning of the first conversation."""
     found = findings.demonstrations
     assert found is not None
     for table, corpus in zip(config.demonstrations, found.corpora, strict=True):
@@ -332,7 +332,7 @@ def demonstration_lines(config: Config, findings: Findings) -> Iterator[str]:
 
 
 def _runs(token_ids: Int32, loss_mask: Bool, tokenizer: PromptTokenizer) -> Iterator[tuple[bool, str]]:
-    """The text in turns: whether it is learnt, and itself, with special tokens."""
+    """(is learnt, text with special tokens) of stretches of a conversation, alternating."""
     borders = [0, *(place for place in range(1, len(token_ids)) if loss_mask[place] != loss_mask[place - 1]), None]
     for begin, end in itertools.pairwise(borders):
         yield bool(loss_mask[begin]), tokenizer.decode(token_ids[begin:end], keep_special_tokens=True)

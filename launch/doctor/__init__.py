@@ -1,1 +1,1 @@
-"""What a cluster, its nodes and its shared directory can do: `rlhpc doctor`."""
+"""Tests of a cluster, its nodes and its shared directory: `rlhpc doctor`."""

@@ -237,12 +237,12 @@ def run_name(settings: Mapping[str, Any], root: Path) -> str:
 
 
 def is_supervised(layout: RunLayout) -> bool:
-    """Whether a run is supervised fine-tuning, as far as its settings can be read."""
+    """True if the settings can be read, and the run is supervised fine-tuning."""
     return run_stage(read_document(layout.config).get("config")) == "sft"
 
 
 def run_stage(settings: object) -> str:
-    """What a run does, "rl" or "sft", as its settings say."""
+    """Stage in the settings: "rl" or "sft"; "rl" if they are damaged."""
     table = settings.get("run") if isinstance(settings, Mapping) else None
     return str(table.get("stage") or "rl") if isinstance(table, Mapping) else "rl"
 

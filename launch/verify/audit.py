@@ -168,7 +168,7 @@ def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Call
 
     Raises RunDirectoryError if the resume would train groups or steps a second time.
     """
-    if not layout.is_run or resume_from.from_start or is_supervised(layout):  # which has no history but its steps
+    if not layout.is_run or resume_from.from_start or is_supervised(layout):  # the latter has no history but its steps
         return
     try:
         audit = audit_run(layout, DEPTH, lambda _: None)  # quick: no progress is shown

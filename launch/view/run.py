@@ -170,7 +170,7 @@ class RunView:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether it is supervised fine-tuning."""
+        """True for supervised fine-tuning."""
         return run_stage(self.settings) == "sft"
 
     @property
@@ -238,7 +238,7 @@ class RunView:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the last step; None before the first, and where nothing is judged."""
+        """Mean reward of the last step; None before the first, and in supervised fine-tuning."""
         reward = self.status.get("reward")
         return float(reward) if self.step and is_number(reward) and not self.is_supervised else None
 

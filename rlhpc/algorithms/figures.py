@@ -151,7 +151,7 @@ def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def _groups_without_variance(groups: Sequence[RolloutGroup], values: Float32) -> tuple[Bool, Bool]:
-    """Whether all rewards of a group are equal, and its first answer is correct, for each group with a reward.
+    """True if all rewards of a group are equal, and True if its first answer is correct, for groups with a reward.
 
     values: rewards of all members that have one.  Correctness is not read from them: partial answers earn rewards, too.
     """

@@ -236,7 +236,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def is_listed(file: Path) -> bool:
-    """Whether a file exists, according to the file server.  Raises FileNotFoundError if its directory does not.
+    """True if a file exists, according to the file server.  Raises FileNotFoundError if its directory does not.
 
     An NFS client may cache for half a minute that a file is missing; listing its directory makes it ask again.
     """

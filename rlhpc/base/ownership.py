@@ -1,4 +1,4 @@
-"""Who owns a run directory: one launcher, one attempt of it, and for a moment one submission.
+"""Owners of a run directory: one launcher, one attempt of it, and for a moment one submission.
 
     what            held by, in                         shows life     is stale once
     DirectoryLock   a launcher and all that it starts,  (the kernel)   they have ended

@@ -62,7 +62,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether no time is left."""
+        """True if no time is left."""
         return self.passed_s >= self.limit_s
 
     def polls(self, every_s: float, sleep: Sleep = pause) -> Iterator[None]:

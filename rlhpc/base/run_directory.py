@@ -123,7 +123,7 @@ class RunLayout:
 
     @property
     def model(self) -> Path:
-        """HF checkpoint that supervised fine-tuning has ended with."""
+        """HF checkpoint at the end of supervised fine-tuning."""
         return self.root / "model"
 
     @property
@@ -210,7 +210,7 @@ class RunLayout:
         return self.jobs / "failures.json"
 
     def exit_record(self, role: str, replica: int, attempt: int) -> Path:
-        """How a supervised process ended, as JSON; next to its log."""
+        """Record of a supervised process's end, as JSON; next to its log."""
         return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.exit.json"
 
     # --------------------------------------------------------------------------------------------------------- parts

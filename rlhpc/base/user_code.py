@@ -57,7 +57,7 @@ _IMPORT_PATH = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[
 
 
 def is_import_path(text: str) -> bool:
-    """Whether the text has the form package.module:name."""
+    """True for a text of the form package.module:name."""
     return _IMPORT_PATH.fullmatch(text) is not None
 
 

@@ -155,7 +155,7 @@ class GroupRecord:
 
 
 class DropReason(StrEnum):
-    """Why a group was dropped.  The values are part of the file format: none is ever renamed."""
+    """Reason for dropping a group.  The values are part of the file format: none is ever renamed."""
 
     ZERO_VARIANCE = "zero_variance"  # all rewards equal, so that every advantage is zero
     VERIFIER_ERROR = "verifier_error"  # no reward could be computed
@@ -363,7 +363,7 @@ def _most_urgent(
 
 
 def _is_short_of_room(spare: dict[int, int], chosen: Sequence[int], groups_per_step: int) -> bool:
-    """Whether some group left behind would miss its due date, though another choice would save it."""
+    """True if some group left behind would miss its due date, though another choice would save it."""
     left = Counter(spare.values())
     left.subtract(Counter(spare[group_id] for group_id in chosen))
     num_due = 0

@@ -381,7 +381,7 @@ class Suspects:
             self.holders.clear()
 
     def is_kept_free(self, holder: str, held: Mapping[int, GroupRecord], waiting: Sequence[GroupRecord]) -> bool:
-        """Whether this generator, which holds these groups, may be granted only waiting suspects."""
+        """True if this generator, which holds these groups, may be granted waiting suspects only."""
         if not waiting:
             self.holders.clear()
             return False
@@ -459,7 +459,7 @@ class AdmissionLedger(Leases):
 
     @property
     def has_slot(self) -> bool:
-        """Whether another group may be admitted now."""
+        """True if another group may be admitted now."""
         return self._num_slots_taken < self._num_slots_open
 
     def tighten(self, num_slots: int) -> None:

@@ -106,7 +106,7 @@ class Suspicion:
         return ANY_COMPANY if self.lost_leases <= 1 else max(1, self.together // COMPANY_SHRINKS_BY)
 
     def is_quarantined(self, max_attempts: int) -> bool:
-        """Whether the prompt is given to no generator any more."""
+        """True if the prompt is no longer given to generators."""
         return max(self.lost_leases, self.workers) >= max_attempts
 
     @property

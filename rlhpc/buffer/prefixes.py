@@ -394,7 +394,7 @@ class PartialLog:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no file, not even of an earlier attempt.  Raises OSError."""
+        """True if there is no file, not even of an earlier attempt.  Raises OSError."""
         return not partial_paths(self._directory)
 
     @property

@@ -56,7 +56,7 @@ class RolloutJournal:
         return Position(self._attempt, self._events.num_added, self._last)
 
     def holds(self, position: Position) -> bool:
-        """Whether everything up to a moment is on disk."""
+        """True if everything up to a position is on disk."""
         num_events = self._events.num_added - self._events.num_pending
         return self.num_durable >= position.num_rollouts and num_events >= position.num_events
 

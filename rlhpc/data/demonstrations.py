@@ -1,13 +1,13 @@
-"""Demonstrations: conversations as tokens, and the order in which they are learnt.
+"""Demonstrations: conversations as tokens, and their order in training.
 
     records ──▶ messages, or prompt and completion ──▶ tokens, and which of them are learnt ──▶ an endless sequence
 
-A conversation is tokenised as a dialogue with a policy is: what is told by the chat template, message by message, and
-each turn of the assistant by itself, as it would have been sampled; learnt are its tokens and the one that ends it.
-Each dataset is tokenised once, and kept as arrays in the cache: four bytes a token, no object for a conversation.
+A conversation is tokenised like a dialogue with a policy: messages of others by the chat template, one by one, and each
+turn of the assistant by itself, as if sampled; the turn's tokens and its end token are learnt.  Each dataset is
+tokenised once, and cached as arrays: four bytes a token, no object for a conversation.
 
 Input: tables [[demonstrations]], [sft].  Output: Demonstration, a pure function of settings, records and its number in
-the sequence: a restart needs nothing but that.
+the sequence, which is all that a restart needs.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _AT_ONCE = 2000  # records that are tokenised together, by all processors
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One conversation."""
+    """A conversation as tokens."""
 
     token_ids: Int32  # [L]
     loss_mask: Bool  # [L] tokens that are learnt
 
 
 class DemonstrationForm:
-    """Makes parts of conversations of the records of one table."""
+    """Makes conversations from the records of one table."""
 
     def __init__(self, data: DemonstrationsConfig, tokenizer: PromptTokenizer) -> None:
         self._data, self._tokenizer = data, tokenizer
@@ -72,7 +72,7 @@ class DemonstrationForm:
         self._template: DialogueTemplate | None = None
 
     def parts(self, record: Record) -> list[tuple[str, bool]]:
-        """Told and learnt in turns, each a text and whether a template made it.  Raises DataError, ConfigError."""
+        """(text, is rendered by a template) of told and learnt parts, alternating.  Raises DataError, ConfigError."""
         if not self._data.completion_field:
             name, key = self._data.messages_field, "data.messages_field"
             value = as_conversation(record.value(name, key))
@@ -110,20 +110,20 @@ class DemonstrationForm:
         return [(part, True) for part in parts]
 
     def demonstrations(self, records: Sequence[Record]) -> list[Demonstration]:
-        """The conversations of these, in their order."""
+        """Conversations of records, in their order."""
         texts = [self.parts(record) for record in records]
         tokens = iter(self._tokenizer.encode_all([part for parts in texts for part in parts]))
         return [self._joined([next(tokens) for _ in parts]) for parts in texts]
 
     def _joined(self, parts: list[Int32]) -> Demonstration:
-        """Parts as DialogueTemplate.demonstration has them; two alone, without a template, lack their end."""
+        """Join parts as of DialogueTemplate.demonstration; two parts alone, without a template, lack the end token."""
         parts = [*parts, np.array([self._tokenizer.end_token_id], np.int32)] if len(parts) == 2 else parts
         parts[-1] = parts[-1][:1]
         masks = [np.full(len(part), place % 2 == 1) for place, part in enumerate(parts)]
         for mask in masks[2::2]:
-            mask[:1] = True  # what ends the turn before
+            mask[:1] = True  # the end of the previous turn
         mask = np.concatenate(masks)
-        mask[:1] = False  # which nothing precedes
+        mask[:1] = False  # no token precedes it
         return Demonstration(np.concatenate(parts), mask)
 
 
@@ -131,17 +131,17 @@ class DemonstrationForm:
 
 
 class Corpus:
-    """The conversations of one table, as kept: ~token for a token that is learnt."""
+    """Conversations of one table in their cached form: ~token for a learnt token."""
 
     def __init__(self, content: bytes) -> None:
-        """content: as _tokenised makes it."""
+        """content: made by _tokenised."""
         num, self.num_dropped = (int(each) for each in np.frombuffer(content, np.int64, 2))
         self.borders = np.frombuffer(content, np.int64, num + 1, 16)
         self._values = np.frombuffer(content, np.int32, -1, 16 + self.borders.nbytes)
 
     @staticmethod
     def is_whole(content: bytes) -> bool:
-        """Whether it is what was written."""
+        """True if the content has its full length."""
         if len(content) < 24:
             return False
         num = int(np.frombuffer(content, np.int64, 1)[0])
@@ -157,7 +157,7 @@ class Corpus:
 
     @property
     def num_learnt(self) -> int:
-        """Tokens that are learnt, of all conversations."""
+        """Number of learnt tokens of all conversations."""
         return int(np.count_nonzero(self._values < 0))
 
     @property
@@ -167,7 +167,7 @@ class Corpus:
 
 
 def open_corpus(config: Config, place: int) -> Corpus:
-    """Tokenise one table, or read what was kept.  Raises DataError, ConfigError."""
+    """Tokenise one table, or read it from the cache.  Raises DataError, ConfigError."""
     data, package = config.demonstrations[place], Path(rlhpc.__file__).parent
     with _keys_of_demonstrations():
         made_of = {
@@ -186,7 +186,7 @@ def open_corpus(config: Config, place: int) -> Corpus:
 
 @contextmanager
 def _keys_of_demonstrations() -> Iterator[None]:
-    """What reads records names keys of [data], whose names are the same here."""
+    """Rename keys in a DataError: code that reads records names [data], whose keys have the same names here."""
     try:
         yield
     except DataError as error:
@@ -227,10 +227,10 @@ _ORDER, _HELD_OUT, _EPOCH = 2, 3, 4  # streams of random numbers
 
 
 class Demonstrations:
-    """All tables, and which conversation is learnt when: an endless sequence, of which each epoch has its order."""
+    """Conversations of all tables as an endless sequence, with an order for each epoch."""
 
     def __init__(self, config: Config, corpora: Sequence[Corpus]) -> None:
-        """Raises DataError: nothing is left to learn from."""
+        """Raises DataError: all conversations are held out."""
         self.corpora, self._seed = tuple(corpora), config.run.seed
         tables = config.demonstrations
         split = [self._split(place, each.held_out, config.sft.held_out) for place, each in enumerate(tables)]
@@ -242,7 +242,7 @@ class Demonstrations:
         if not self.num_conversations:
             raise DataError(f"sft.held_out={config.sft.held_out:g} leaves no conversation to learn from")
         self._starts = np.concatenate(([0], np.cumsum(self._counts)))
-        self._order = lru_cache(2 + 2 * len(corpora))(self._drawn)  # a batch may begin in one and end in the next
+        self._order = lru_cache(2 + 2 * len(corpora))(self._drawn)  # a batch may begin in one epoch and end in the next
 
     @property
     def num_conversations(self) -> int:
@@ -251,11 +251,11 @@ class Demonstrations:
 
     @property
     def num_held_out(self) -> int:
-        """Conversations that are never learnt."""
+        """Number of conversations that are never learnt."""
         return sum(map(len, self._held_out))
 
     def learnt(self, number: int) -> Demonstration:
-        """A conversation of the endless sequence, from 0."""
+        """Conversation at a place of the endless sequence, from 0."""
         epoch, position = divmod(number, self.num_conversations)
         entry = int(self._order(self.num_conversations, self._seed, _EPOCH, epoch)[position])
         place = int(np.searchsorted(self._starts, entry, side="right")) - 1
@@ -265,12 +265,12 @@ class Demonstrations:
         return self.corpora[place][int(own[order[position]])]
 
     def held_out(self) -> Iterator[Demonstration]:
-        """Yield those that are never learnt, in the order of tables and files."""
+        """Yield conversations that are never learnt, in the order of tables and files."""
         for corpus, own in zip(self.corpora, self._held_out, strict=True):
             yield from (corpus[int(index)] for index in own)
 
     def _split(self, place: int, is_held_out: bool, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Places of conversations that are learnt, and of those that are held out."""
+        """Places of learnt conversations, and of held-out ones."""
         num = len(self.corpora[place])
         num_held_out = num if is_held_out else min(num, max(1, round(share * num))) if share else 0
         order = self._drawn(num, seed_of_dataset(self._seed, place), _HELD_OUT, 0)
@@ -282,5 +282,5 @@ class Demonstrations:
 
 
 def open_demonstrations(config: Config) -> Demonstrations:
-    """Tokenise the demonstrations of a run, or read what was kept.  Raises DataError, ConfigError."""
+    """Tokenise the demonstrations of a run, or read them from the cache.  Raises DataError, ConfigError."""
     return Demonstrations(config, [open_corpus(config, place) for place in range(len(config.demonstrations))])

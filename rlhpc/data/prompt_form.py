@@ -390,7 +390,7 @@ class PromptForm:
         )
 
     def asked(self, record: Record) -> str | list[Message]:
-        """What a record asks: text, or messages for the chat template.  Raises DataError: it asks nothing."""
+        """Prompt of a record: text, or messages for the chat template.  Raises DataError: it is empty."""
         data = self._data
         if data.prompt_field:
             value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))

@@ -300,7 +300,7 @@ class GenerationEngine(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WeightTiming:
-    """How long one weight update took on a generator, and the engine's checksum after it."""
+    """Duration of a weight update on a generator, and the engine's checksum after it."""
 
     receive_s: float  # from the call until the pause; decoding continues meanwhile
     pause_s: float  # in which no token could be sampled
@@ -332,7 +332,7 @@ class WeightReceiver(ABC):
         """
 
     def lost(self) -> str:
-        """Why no more buckets will arrive, "" if not known; for callers waiting between two buckets.  Never blocks."""
+        """Reason why no more buckets will arrive, "" if none is known; for use between two buckets.  Never blocks."""
         return ""
 
     def identity(self) -> int:
@@ -513,7 +513,7 @@ class TrainerBackend(ABC):
 
     @property
     def adapter_form(self) -> AdapterForm | None:
-        """What weights() means where it yields LoRA adapters; None: whole weights."""
+        """Form of the LoRA adapters that weights() yields; None: it yields whole weights."""
         return None
 
     @abstractmethod

@@ -32,13 +32,13 @@ class Prompt:
     reference: str  # the correct answer, in the form that the reward function expects
 
     def is_same(self, other: Prompt) -> bool:
-        """Whether id and tokens are the same: a chat template that writes the date changes tokens from day to day."""
+        """True if id and tokens are equal: a chat template that writes the date changes tokens from day to day."""
         return self.prompt_id == other.prompt_id and np.array_equal(self.token_ids, other.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are drawn."""
+    """Parameters of sampling completions."""
 
     max_tokens: int  # completion tokens, including a prefix
     temperature: float = 1.0
@@ -92,7 +92,7 @@ class RolloutRequest:
 
 
 class FinishReason(StrEnum):
-    """Why sampling of a completion ended."""
+    """Reason for the end of a completion's sampling."""
 
     STOP = "stop"  # the last token is an end-of-sequence or stop token, or completes a stop string
     LENGTH = "length"  # max_tokens reached
@@ -191,7 +191,7 @@ class StepLimits:
 
     @property
     def allow_all(self) -> bool:
-        """Whether every finite step is applied."""
+        """True if every finite step is applied."""
         return not (self.lows or self.highs or self.skip)
 
 
@@ -241,7 +241,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class AdapterForm:
-    """What a version means whose tensors are LoRA adapters: W + scale · B A in each adapted layer.
+    """Form of versions whose tensors are LoRA adapters: W + scale · B A in each adapted layer.
 
     Tensors are named MODULE.lora_A.weight, float32 [rank, in], and MODULE.lora_B.weight, float32 [out, rank].
     """

@@ -259,7 +259,7 @@ def check_instruction_following(reference: str) -> None:
 
 
 def followed(texts: Sequence[str], wanted: Wanted) -> list[bool]:
-    """Whether one of the texts follows the instruction, for each instruction."""
+    """True for each instruction that one of the texts follows."""
     return [
         any(text.strip() != "" and INSTRUCTIONS[name].follows(text, arguments) for text in texts)
         for name, arguments in wanted

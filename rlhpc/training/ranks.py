@@ -191,13 +191,13 @@ class RankContext:
     rank: int = 0
     world_size: int = 1
     store_address: str = ""
-    """Where the ranks meet: "rendezvous:///path" of a file that rank 0 will write its address into, the only one that
-    is right on several hosts (rendezvous.py); "file:///path" of one that does not exist yet, for torch's own FileStore;
-    or "tcp://host:port"."""
+    """Meeting place of the ranks: "rendezvous:///path" of a file for rank 0's address, the only form for several hosts
+        (rendezvous.py); "file:///path" of a file that does not exist yet, for torch's own FileStore; or
+        "tcp://host:port"."""
     host: str = LOOPBACK
     """IPv4 address under which other ranks reach this one; only with rendezvous://."""
     meet_timeout_s: float = MEET_TIMEOUT_S
-    """How long to wait for the others; only with rendezvous://."""
+    """Time to wait for the other ranks; only with rendezvous://."""
 
 
 def open_process_group(context: RankContext, device: torch.device) -> None:

@@ -99,7 +99,7 @@ class Allowance:
         self._left = FREE_BYTES + MAX_GROWTH * num_sent
 
     def covers(self, nbytes: int) -> bool:
-        """Whether runs that expand to this many bytes are allowed."""
+        """True if runs that expand to this many bytes are allowed."""
         return nbytes <= self._left
 
     def sent(self, nbytes: int) -> None:
@@ -403,7 +403,7 @@ _NO_DATA: Array = np.empty(0, np.uint8)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """How one message type is encoded."""
+    """Encoding of one message type."""
 
     message_type: type
     tag: int  # crc32 of the type's name: does not depend on the order of tables

@@ -1,4 +1,4 @@
-"""How roles open channels: bind the server end, or connect to one.
+"""Open channels of roles: bind the server end, or connect to one.
 
 Input: a ChannelSpec, the run's layout and its [transport] settings.  Output: channels that are published, found,
 encrypted and admitted.  Guarantees: a client is returned only after the server has admitted it; if the address is that

@@ -78,7 +78,7 @@ def checked_name(name: str) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether it is ``role-replica``."""
+    """True for a name of the form ``role-replica``."""
     return _NAME.fullmatch(text) is not None
 
 

@@ -66,12 +66,12 @@ class Inbox(Generic[Item]):
         return len(self._items)
 
     def has_room(self) -> bool:
-        """Whether put is allowed."""
+        """True if put is allowed."""
         return len(self._items) < self._capacity
 
     @property
     def is_closed(self) -> bool:
-        """Whether take raises ChannelClosed."""
+        """True if take raises ChannelClosed."""
         return self._is_closed
 
     def put(self, item: Item) -> None:

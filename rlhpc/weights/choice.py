@@ -140,7 +140,7 @@ class Membership:
         return frozenset(name for name in self._members if self.serves(name, policy_version))
 
     def serves(self, name: str, policy_version: int) -> bool:
-        """Whether this is a live generator that serves this version or a newer one."""
+        """True for a live generator that serves this version or a newer one."""
         member = self._members.get(name)
         return member is not None and member.policy_version >= policy_version
 

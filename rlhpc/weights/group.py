@@ -89,7 +89,7 @@ class Lifeline:
         return line
 
     def lost(self) -> str:
-        """Who is gone; "" if no loss is known.  Never blocks; a lost member stays lost.  For any thread."""
+        """Name the lost members; "" if no loss is known.  Never blocks; a lost member stays lost.  For any thread."""
         if not self._lost and self._lock.acquire(blocking=False):  # else another thread is looking
             try:
                 for descriptor, _ in self._poll.poll(0):
@@ -368,7 +368,7 @@ class SideGroup:
         return int(tensor.item())
 
     def lost(self) -> str:
-        """Who is gone, as far as this rank can know; "" if no loss is known.  Never blocks."""
+        """Name the lost members that this rank knows of; "" if no loss is known.  Never blocks."""
         lifeline = self._lifeline  # close() may be called meanwhile
         return lifeline.lost() if lifeline is not None else "this member has left the group"
 

@@ -149,7 +149,7 @@ def discard_block(handle: dict[str, Any]) -> None:
 
 
 def _cuda_handle(block: Tensor) -> list[Any]:
-    """What torch.multiprocessing pickles for a CUDA storage, as JSON: bytes become "b" + base64.
+    """JSON of the arguments that torch.multiprocessing pickles for a CUDA storage: bytes become "b" + base64.
 
     Fails under PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, whose memory has no classic IPC handle.
     """

@@ -145,7 +145,7 @@ def filled_spans(
 
 
 def num_spans(bucket: Bucket, span_bytes: int) -> int:
-    """How many spans filled_spans yields."""
+    """Number of spans that filled_spans yields."""
     return max(1, -(-bucket.num_bytes // span_bytes))
 
 

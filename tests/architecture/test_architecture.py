@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.structure import PREPOSITION, ways
+from bench.structure import PREPOSITION, RIDDLE, ways
 from rlhpc.protocol import errors, messages, types
 from rlhpc.protocol.messages import TOPOLOGY
 
@@ -88,6 +88,7 @@ SMALL = {  # and why they stand alone
 }
 # Budgets may only shrink.
 BUDGETS = {"type: ignore": 25, "except Exception": 13}
+MAX_RIDDLES = 76  # docstrings
 
 
 def _package(path: Path) -> str:
@@ -214,12 +215,14 @@ def test_a_small_file_has_several_readers_or_a_reason() -> None:
 
 
 def test_a_docstring_says_what_is_returned_or_done() -> None:
-    """Neither what it belongs to ("Of one train loop.") nor where else to read ("The same, but …")."""
+    """Not what it belongs to ("Of a loop."), where else to read ("The same, but …"), or a clause ("What it has.")."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [(path, node) for path in SOURCES for node in ast.walk(_tree(path)) if isinstance(node, kinds)]
     texts = [(path, ast.get_docstring(node) or "") for path, node in nodes]
     bad = [f"{path.relative_to(ROOT)}: {text}" for path, text in texts if re.match(f"{PREPOSITION}|The same", text)]
     assert not bad
+    riddles = [f"{path.relative_to(ROOT)}: {text}" for path, text in texts if re.match(RIDDLE, text)]
+    assert len(riddles) <= MAX_RIDDLES, "\n".join(riddles)
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
