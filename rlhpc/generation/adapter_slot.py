@@ -236,10 +236,10 @@ def _shares(layer: Any, parts: Sequence[_Pair | None]) -> list[_Pair | None]:
     return [None if a is None else _Pair(a, b) for a, b in pairs]
 
 
-def _share_of_expert(layer: Any, pair: _Pair, place: int) -> _Pair:
+def _share_of_expert(experts: FusedMoEWithLoRA, pair: _Pair, place: int) -> _Pair:
     if place == DOWN:
-        return _Pair(layer._slice_w2_a(pair.a[None])[0], layer._slice_w2_b(pair.b[None])[0])
-    return _Pair(layer._slice_w13_a(pair.a[None])[0], layer._slice_w13_b(pair.b[None])[0])
+        return _Pair(experts._slice_w2_a(pair.a[None])[0], experts._slice_w2_b(pair.b[None])[0])
+    return _Pair(experts._slice_w13_a(pair.a[None])[0], experts._slice_w13_b(pair.b[None])[0])
 
 
 def _of_all_experts(tensors: list[Any]) -> list[Any]:
@@ -253,11 +253,15 @@ def _of_all_experts(tensors: list[Any]) -> list[Any]:
 def _buffers(layer: Any) -> list[_Pair]:
     """Buffers of a layer's modules, [slots, 1 or experts, …]; the head has one pair by itself, experts have three."""
     if isinstance(layer, FusedMoEWithLoRA):
-        inner = list(map(_Pair, layer.w13_lora_a_stacked, layer.w13_lora_b_stacked))
-        return [inner[0], _Pair(layer.w2_lora_a_stacked[0], layer.w2_lora_b_stacked[0]), inner[-1]]
+        return _buffers_of_experts(layer)
     if isinstance(layer.lora_a_stacked, Tensor):
         return [_Pair(layer.lora_a_stacked, layer.lora_b_stacked)]
     return list(map(_Pair, layer.lora_a_stacked, layer.lora_b_stacked))
+
+
+def _buffers_of_experts(experts: FusedMoEWithLoRA) -> list[_Pair]:
+    gate, up = map(_Pair, experts.w13_lora_a_stacked, experts.w13_lora_b_stacked)
+    return [gate, _Pair(experts.w2_lora_a_stacked[0], experts.w2_lora_b_stacked[0]), up]
 
 
 # ---------------------------------------------------------------------------------------------------- base in four bits

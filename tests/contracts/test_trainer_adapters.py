@@ -359,6 +359,8 @@ def assert_reference(
                 ("megatron-sp_ep2", "reference-dp1"),
                 ("megatron-sp_ep2", "megatron-sp_ep2"),
                 ("reference-dp2", "megatron-ep2"),
+                ("deepspeed-zero3", "megatron-sp_ep2"),
+                ("megatron-ep2", "deepspeed-zero3"),
             ],
         }.items()
         for pair in pairs
