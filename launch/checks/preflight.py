@@ -17,6 +17,7 @@ from typing import Any
 from launch.checks.memory_verdict import refuse_small_cache, refuse_unfit_ranks
 from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
 from launch.common.text import counted, printable_line
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.base.user_code import look_up
 from rlhpc.config.rules import Config, supervised
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
@@ -229,6 +230,14 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     if config.is_supervised:
         return _look_at_demonstrations(config, model, tokenizer, shape)
     return _look_at_prompts(config, model, tokenizer, shape, roles_run_here=roles_run_here)
+
+
+def has_stage_before(config: Config) -> bool:
+    """Whether supervised fine-tuning comes before this run; not of one that has its model already."""
+    if config.is_supervised or not config.demonstrations:
+        return False
+    root = config.run_directory
+    return config.model.path != RunLayout(root.with_name(f"{root.name}-sft")).model
 
 
 def stage_of(config: Config) -> Config:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from launch.checks.bias import unusual
 from launch.checks.memory_verdict import judge_devices
 from launch.checks.own_code import try_own_code
-from launch.checks.preflight import preflight, stage_of
+from launch.checks.preflight import has_stage_before, preflight, stage_of
 from launch.commands.arguments import continued, resume_point
 from launch.common.text import print_or_lose
 from launch.doctor.gpus import gpus_here
@@ -50,7 +50,7 @@ MAX_RETRIES: int = ClusterConfig.model_fields["max_retries"].default
 def run(options: argparse.Namespace) -> int:
     """Do a run, and say how it ended; returns the exit status."""
     config = load_config(options.run_file, options.overrides)
-    if config.demonstrations and not config.is_supervised:
+    if has_stage_before(config):
         preflight(config)  # what RL would be refused for is refused before hours of another stage
         stage = stage_of(config)
         status = _stage_first(stage, options)

@@ -12,13 +12,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.checks.bias import unusual
 from launch.checks.memory_verdict import judge_host, judge_memory
 from launch.checks.model_files import refuse_made_up_tensors
-from launch.checks.preflight import Findings, preflight, stage_of
+from launch.checks.preflight import Findings, has_stage_before, preflight, stage_of
 from launch.commands.arguments import refuse_resume_point, refuse_without_predict, resume_point
 from launch.common.text import file_and_settings, print_or_lose, quoted, span
 from launch.doctor.site import refuse_missing_software, software_not_here
@@ -28,9 +28,15 @@ from launch.evaluate.job import EvaluationJob, end_following, following_job, sub
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.script import component_documents, plan_document, plan_report, render_scripts, shared_layout
 from launch.plan.site_file import PrologueConfig, Site, load_site, slurm_time
-from launch.run_directory.prepare import NEWEST, ResumePoint, prepare_run_dir_for_jobs, refuse_run_dir_for_jobs
+from launch.run_directory.prepare import (
+    NEWEST,
+    ResumePoint,
+    prepare_run_dir_for_jobs,
+    refuse_other_lessons,
+    refuse_run_dir_for_jobs,
+)
 from launch.run_files.records import JobRecord, generators_of, read_job_records, write_job_record
-from launch.run_files.run_state import command_to_continue, last_words, read_progress
+from launch.run_files.run_state import command_to_continue, is_complete, last_words, read_progress
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import PATIENCE_S, cancel
 from launch.slurm.sbatch import MayBeQueued
@@ -40,7 +46,7 @@ from rlhpc.base.ownership import SubmissionLock
 from rlhpc.base.patience import seen
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, override, read_resolved
-from rlhpc.config.rules import Config, with_values
+from rlhpc.config.rules import Config, rates_of_run_files, with_values
 from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError, RlhpcError
 
 # ------------------------------------------------------------------------------------------------------------ show jobs
@@ -149,10 +155,37 @@ def submit_run(
     """
     options, run = dependency(after), prepare(config, site_file)
     check(run, tell)
+    if has_stage_before(run.config):
+        run, options = _after_stage(run, options, resume=resume, fresh=fresh, tell=tell)
+        resume = resume and run.layout.is_run  # of two stages the first may have been interrupted
     submit_checked(run, options, resume=resume, fresh=fresh, tell=tell, resume_from=resume_from)
     root = run.layout.root
     tell(f"next        rlhpc status {root}\n            rlhpc logs {root} -f\n            rlhpc stop {root}")
     return run.layout
+
+
+def _after_stage(
+    run: Submission, options: list[str], *, resume: bool, fresh: bool, tell: Tell
+) -> tuple[Submission, list[str]]:
+    """Submit the supervised fine-tuning before an RL run, unless it is complete; returns the run on its model.
+
+    Its jobs wait for those of the stage, by the options that are returned.  Raises as submit_run.
+    """
+    stage = prepare(stage_of(run.config), run.site_file)
+    later = replace(run, config=with_values(run.config, {"model.path": stage.layout.model}))
+    if is_complete(stage.layout) and not fresh:
+        refuse_other_lessons(stage.config, stage.layout)
+        return later, options
+    if stage.plan.cluster.continuation == "successor":
+        raise ConfigError(
+            "cluster.continuation='successor': a job that ends may not be the last of the stage [sft], so that nothing "
+            f"can wait for its end; legal: `rlhpc sft {quoted(run.site_file)}` first, or continuation='requeue'"
+        )
+    check(stage, tell)
+    resume = resume and stage.layout.is_run
+    records = submit_checked(stage, options, resume=resume, fresh=fresh, tell=tell)
+    job = next(record.job_id for record in records if record.hosts_controller)
+    return later, [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"]
 
 
 def prepare(config: Config, site_file: Path) -> Submission:
@@ -422,7 +455,8 @@ def resume_run(
             f"it under Slurm, {command_to_continue(layout)} on this machine"
         )
     old, _ = read_resolved(layout)
-    config = override(with_values(old, {"run.directory": layout.root}), overrides)
+    kept = {"run.directory": layout.root} | (rates_of_run_files() if old.is_supervised else {})
+    config = override(with_values(old, kept), overrides)
     if config.run_directory != layout.root:
         raise ConfigError(f"run.directory={str(config.run_directory)!r}: a resume cannot leave {layout.root}")
     return submit_run(config, site_file, resume=True, fresh=False, after=after, tell=tell, resume_from=resume_from)

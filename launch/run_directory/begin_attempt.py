@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.run_directory.inputs import refuse_other_inputs
+from launch.run_directory.inputs import read_inputs, refuse_other_inputs, write_inputs
 from launch.run_directory.prepare import (
     NEWEST,
     AttemptStart,
@@ -64,9 +64,15 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     patient(lambda: _refuse_complete(layout))
     patient(lambda: _refuse_stale(layout, (job_id, restart), follows))
     config, _ = patient(lambda: read_resolved(layout))
-    patient(lambda: refuse_other_inputs(config, layout, may_lack_weights=True))
+    inputs = patient(lambda: refuse_other_inputs(config, layout, may_lack_weights=True))
+    if config.demonstrations and not inputs.model:
+        raise RunDirectoryError(
+            f"model.path={str(config.model.path)!r}: not there; the supervised fine-tuning that was to make it has not "
+            "ended well: `rlhpc status` of its directory says how; then `rlhpc submit RUN.toml SITE.toml --resume`"
+        )
     index = patient(lambda: num_attempts(layout))
     owner = patient(lambda: _take_over(layout, index, job_id, restart))
+    patient(lambda: write_inputs(layout, inputs) if not _knows_model(layout) else None)
     patient(lambda: _refuse_complete(layout))  # completed meanwhile by a controller that was taken for dead
     choice = patient(lambda: choose(layout, NEWEST, _unheard))
     aside = patient(lambda: put_aside(choice, _unheard))
@@ -117,6 +123,12 @@ def _refuse_stale(layout: RunLayout, life: tuple[int, int], follows: str) -> Non
         )
     if follows and (owner := Fence.holder(layout)) != follows:
         raise FencedError(f"{layout.root}: was taken over by {owner}; this run was {follows}")
+
+
+def _knows_model(layout: RunLayout) -> bool:
+    """False where the model was not there yet when the run was submitted."""
+    noted = read_inputs(layout)
+    return noted is None or bool(noted.model)
 
 
 def _take_over(layout: RunLayout, index: int, job_id: int, restart: int) -> str:

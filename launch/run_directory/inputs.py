@@ -146,6 +146,8 @@ def refuse_other_inputs(config: Config, layout: RunLayout, *, may_lack_weights: 
     """
     noted = read_inputs(layout)
     now = look_at_inputs(config, noted)
+    if noted is not None and not noted.model:  # it was to be made by jobs before those of the run
+        noted = Inputs(now.model, noted.data)
     different = differences(noted, now, may_lack_weights=may_lack_weights) if noted is not None else []
     if different:
         lines = [f"{layout.root}: model or data differ from those this run started with:"]

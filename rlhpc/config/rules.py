@@ -334,6 +334,12 @@ def supervised(config: Config, num_conversations: int) -> Config:
         raise ConfigError("\n".join(str(each["ctx"]["error"]) for each in error.errors())) from error
 
 
+def rates_of_run_files() -> dict[str, object]:
+    """Learning rates as a run file of supervised fine-tuning has them in [trainer]: at their defaults, by name."""
+    names = ("learning_rate", "warmup_steps", "lr_schedule", "min_learning_rate")
+    return {f"trainer.{name}": TrainerConfig.model_fields[name].default for name in names}
+
+
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
     """The settings with other values, by "section.key", of all datasets; no rule is checked."""
     for name, value in values.items():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
+import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -206,3 +209,49 @@ def test_what_cannot_be_learnt_is_refused_before_anything_is_there(
     told = capsys.readouterr().err
     assert said in told
     assert not lab.layout("refused").root.exists()
+
+
+def test_a_run_that_stops_early_leaves_the_model_with_the_lowest_held_out_loss(lab: Lab) -> None:
+    """At this rate each later model is worse than the first."""
+    sft = {"early_stop": 2, "learning_rate": 0.5, "lr_schedule": "constant", "evaluate_every": 2}
+    layout = done(lab, "early", sft=sft, checkpoint={"every_steps": 1})
+    summary, losses = summary_of(layout), scalars(layout, "sft/held_out_loss")
+    best = losses.index(min(losses))
+    assert (summary["model_step"], summary["steps"]) == (2 * (best + 1), 2 * (best + 3))
+    assert (summary["stopped_early"], len(losses)) == (True, best + 3)
+    assert held_out_loss(layout) == pytest.approx(losses[best], rel=1e-4)
+    assert layout.checkpoint(summary["model_step"]).is_dir()
+
+
+@pytest.mark.long
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_or_paused_at_any_instant_a_run_ends_with_the_same_model(
+    lab: Lab, undisturbed: RunLayout, seed: int
+) -> None:
+    rng, name = random.Random(seed), f"struck-{seed}"
+    path, layout = stage_file(lab, name), lab.layout(name)
+    for words in ((), ("--resume",), ("--resume",)):
+        with Run(path, layout, *words) as run:
+            while not layout.status.exists() and run.process.poll() is None:
+                time.sleep(0.1)
+            time.sleep(rng.uniform(0.0, 8.0))
+            victims = [process for process in run.survivors() if process.pid != run.process.pid]
+            match rng.choice(["launcher", "process", "pause"]):
+                case "launcher":
+                    run.interrupt(signal.SIGKILL)
+                case "process" if victims:
+                    rng.choice(victims).kill()
+                case _ if victims:
+                    victim = rng.choice(victims)
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        victim.suspend()
+                        time.sleep(rng.uniform(0.5, 3.0))
+                        victim.resume()
+            run.finish()
+            run.assert_nothing_is_left(30.0)
+        if layout.summary.exists():
+            break
+    if not layout.summary.exists():
+        done(lab, name, "--resume")
+    assert same(layout, undisturbed)
