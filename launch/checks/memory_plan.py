@@ -350,13 +350,14 @@ def _row_memory(config: Config, shape: ModelShape, layout: ParallelLayout) -> Ro
     rank, layers = config.lora.rank, _adapted(shape, tuple(config.lora.targets))
     of_head = layers.get(HEAD_MODULE, ())
     of_experts = {projection_of(name) for name in layers} - {""}
+    others, in_experts = _adapter_numbers(config, shape)
     num_others = sum(not projection_of(name) for name in layers) - bool(of_head)
     return replace(
         row,
         is_head_trained=bool(of_head),
         head_rank=rank * bool(of_head),
         adapter_rank=rank * (num_others + shape.experts_per_token * len(of_experts)) // shape.num_layers,
-        adapter_numbers=(_adapter_numbers(config, shape)[0] - rank * sum(of_head)) // shape.num_layers,
+        adapter_numbers=(others + in_experts // layout.expert - rank * sum(of_head)) // shape.num_layers,
     )
 
 

@@ -169,6 +169,24 @@ def test_layers_that_are_computed_anew_train_their_adapters_alike(two_ranks, mod
         torch.testing.assert_close(tensor, plain[1][tensor_name], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.starts
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"expert_parallel": 2}, id="ep2"),
+        pytest.param({"tensor_parallel": 2, "sequence_parallel": True}, id="sp", marks=pytest.mark.long),
+    ],
+)
+def test_experts_train_their_adapters_alike_wherever_their_tokens_are(two_ranks, layout, tmp_path):
+    model = make_tiny_checkpoint(tmp_path / "model", "qwen3_moe", hidden=32, tied=False)
+    settings = {"model": model, "lora": {"rank": RANK, "alpha": 6.0, "targets": ["experts"]}}
+    (norms, version), _ = two_ranks.run(course, TWO, tmp_path / "a", **settings)
+    found, _ = two_ranks.run(course, TWO, tmp_path / "b", **settings, **layout)
+    assert found[0] == pytest.approx(norms, rel=1e-5)
+    for name, tensor in version.items():
+        assert (found[1][name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
 def strides_of_the_first_layer(rank: Rank, *, model: Path, **settings: Any) -> list[tuple[int, ...]]:
     backend: Any = rank.open(model, **settings)
     seen: list[tuple[int, ...]] = []
