@@ -43,13 +43,13 @@ class Reports:
     ready: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the name of the probe
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # why a job has not started
-    failed: dict[str, str] = field(default_factory=dict)  # why it could not be submitted, or ended without a report
+    failed: dict[str, str] = field(default_factory=dict)  # why a job could not be submitted, or ended without a report
     left_behind: str = ""
 
 
 @dataclass(slots=True)
 class _Probe:
-    """One job."""
+    """The job of a probe."""
 
     component: JobComponent
     job_id: str

@@ -175,7 +175,7 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str],
         raise SlurmError(f"{words[0]}: {said or f'exit status {done.returncode}'}")
     remarks = _in_one_line(done.stderr)
     if not done.stdout.strip() and _NO_LIST in remarks and "Invalid job id" not in remarks:
-        raise SlurmError(f"{words[0]}: {remarks}")  # whatever its status: an empty list would mean that all have ended
+        raise SlurmError(f"{words[0]}: {remarks}")  # with any status: an empty list would mean that all have ended
     return done.stdout, remarks
 
 

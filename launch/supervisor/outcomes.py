@@ -168,7 +168,7 @@ _FINAL = {
     Cause.GIVEN_UP,
     Cause.STOP,
     Cause.SETTINGS,
-}  # whatever the status
+}  # with any status
 _STOPS = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED)
 
 

@@ -205,7 +205,7 @@ class RunView:
         """True if the newest plan is one of jobs."""
         return written_unix_s(self.layout.job_plan) > written_unix_s(self.layout.local_plan)
 
-    # ---------------------------------------------------------------------------------------------- how far it has come
+    # --------------------------------------------------------------------------------------------------------- progress
 
     @cached_property
     def status(self) -> dict[str, Any]:

@@ -488,7 +488,7 @@ class SequenceSurrogate:
     clip_high: float
 
     def __call__(self, current: Tensor, anchor: Tensor, row: TokenRow) -> TokenObjective:
-        """Sequences without gradient are those that have gone far enough."""
+        """Sequences beyond the bound for their advantage's sign have no gradient."""
         ratio = sequence_mean(log_ratio(current, anchor), row).exp()
         return clipped(ratio, row.advantages, self.clip_low, self.clip_high, None)
 

@@ -31,7 +31,7 @@ class Openness:
 
     directory: Path
     mode: int
-    inside: Path | None = None  # what others may change in it, although not the directory itself
+    inside: Path | None = None  # entry that others may change, although not the directory itself
     mode_inside: int = PRIVATE
 
     @property
@@ -205,7 +205,7 @@ def append_lines(path: Path, lines: bytes, *, is_synced: bool = True) -> None:
                 left = left[file.write(left) :]
             if is_synced:
                 os.fsync(file.fileno())
-        except OSError:  # what a full disk has taken would appear twice after another try
+        except OSError:  # else bytes written before the error would be there twice after another try
             with suppress(OSError):
                 file.truncate(end)
             raise

@@ -1,4 +1,4 @@
-"""Names that somebody may have meant.  Input: a name that is not known, and those that are.  Output: the nearest."""
+"""Suggestions for a mistyped name.  Input: an unknown name, and the known ones.  Output: the nearest."""
 
 from __future__ import annotations
 

@@ -689,8 +689,8 @@ def _remove(path: Path) -> None:
         if is_absent(path):
             return
         raise
-    # Files too: an NFS client may hold on to the directory itself.  On another machine a file that is open there can
-    # stay behind under a name of NFS's own, which nobody renames.
+    # Files too: an NFS client may keep the directory itself.  A file that is open on another machine can stay behind
+    # under a name made by NFS, which is never renamed.
     for _ in range(REMOVE_TRIES):
         shutil.rmtree(gone, ignore_errors=True)
         left = [name for name in listing(gone) if not name.startswith(".nfs")]

@@ -235,9 +235,9 @@ def briefly(do: Callable[[], Result], what: object) -> Result:
 
 
 async def patiently_aside(do: Callable[[], Result], what: object) -> Result:
-    """Return what `do` returns, called in threads, again while the file system refuses: the event loop goes on.
+    """Return the result of `do`, called in threads, and again while the file system refuses.  Never blocks the loop.
 
-    If cancelled, a call under way goes on in its thread.  Raises as `patiently` does.
+    If cancelled, a running call continues in its thread.  Raises as `patiently` does.
     """
     import asyncio  # which supervisors need not load
 
@@ -245,7 +245,7 @@ async def patiently_aside(do: Callable[[], Result], what: object) -> Result:
 
 
 async def patiently_here(do: Callable[[], Result], what: object) -> Result:
-    """Return what `do` returns, called in the event loop itself, which goes on between two calls: for quick calls."""
+    """Return the result of `do`, called in the event loop itself, which runs between two tries: for quick calls."""
 
     async def once() -> Result:
         return do()

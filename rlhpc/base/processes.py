@@ -87,7 +87,7 @@ def name_nameless_user(environment: MutableMapping[str, str] = os.environ) -> No
 
 
 def _made_up_home() -> Path:
-    """A home per uid; another one if somebody else owns that, since Python runs code that lies in a home."""
+    """A home per uid; another one if it belongs to another user, since Python runs code found in a home."""
     home = Path(tempfile.gettempdir(), f"rlhpc-home-{os.getuid()}")
     try:
         home.mkdir(mode=0o700, exist_ok=True)

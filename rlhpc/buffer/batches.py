@@ -323,7 +323,7 @@ def choose_part(
     window_groups: int,
     begun: Collection[int] = (),
 ) -> list[int]:
-    """Ids of all finished groups that a batch of num_groups can begin or go on with, ascending.
+    """Ids of all finished groups with which a batch of num_groups can begin or continue, ascending.
 
     Whichever group finishes next, the batch can be completed, and all groups left behind meet their due dates.  At
     least one group is left for the end of the batch.  Arguments as in choose_batch.
@@ -334,7 +334,7 @@ def choose_part(
     chosen, num_places = list[int](), num_groups - len(begun)
     for group_id in _most_urgent(groups, spare, window_groups, begun)[: num_places - 1]:
         num_due = 0
-        for later in range(spare[group_id]):  # those as urgent as this one lose a place and one that needs it
+        for later in range(spare[group_id]):  # later ones lose a place, but also a group that needs one
             num_due += left[later]
             if num_due > num_places - len(chosen) - 1 + later * groups_per_step:
                 return sorted(chosen)

@@ -320,7 +320,7 @@ class RecordedStep:
 
     step: int
     groups: tuple[int, ...]
-    trained: Trained | None  # how it went; None: not recorded before the end
+    trained: Trained | None  # result of the step; None: not recorded before the end
 
 
 @dataclass(slots=True)

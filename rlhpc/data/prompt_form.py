@@ -210,11 +210,11 @@ class DialogueTemplate:
         return self._tokenizer.encode_rendered(self._rendered(messages))
 
     def demonstration(self, messages: Sequence[AnyMessage]) -> list[str]:
-        """The parts of a conversation up to the end of its last turn: what is told, a turn, what is told, …
+        """Parts of a conversation up to the end of its last turn: told text, a turn, told text, …
 
-        Each turn is what the template writes as the last one, which is what a policy would have sampled.  A part after
-        a turn begins with the token that ends it, and the last part is that token, and what follows it.  Raises
-        ConfigError: there is no turn, or the template refuses it.
+        Each turn is written by the template as a last one, as a policy would have sampled it.  A part after a turn
+        begins with the turn's end token; the last part is this token and the text after it.  Raises ConfigError:
+        there is no turn, or the template refuses the conversation.
         """
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:

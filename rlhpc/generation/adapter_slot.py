@@ -58,7 +58,7 @@ class _SlotPart(NamedTuple):
     """The place in vLLM of one module's adapter."""
 
     layer: str  # vLLM's name, of a layer that may join several modules: qkv_proj
-    part: int  # which of them
+    part: int  # index among the joined modules
     num_parts: int
 
 

@@ -39,7 +39,7 @@ async def start_engine(
         # Each engine loads what only it needs: a scripted one runs where there is no vLLM.
         from tests.engines.scripted_engine import ScriptedEngine
 
-        # The first weight group is formed as soon as the trainer is there: load torch meanwhile, not then.
+        # Load torch while waiting for the trainer, and not when the first weight group is formed.
         asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "rlhpc.weights.factory")
         # Replicas share a seed, so that a sample is the same on any replica: no sample is drawn by two of them.
         return ScriptedEngine.of(

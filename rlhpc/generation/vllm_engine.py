@@ -146,8 +146,8 @@ class VllmEngine(GenerationEngine):
     ) -> VllmEngine:
         """Start vLLM on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
 
-        is_apart: in a process of its own, which is always so on CUDA, and with weights.staging = "paused".  decode: for
-        stop strings.  Sets environment variables of this process.  Raises EngineError and leaves no process behind.
+        is_apart: in a separate process, as always on CUDA, and with weights.staging = "paused".  decode: for stop
+        strings.  Sets environment variables of this process.  Raises EngineError and leaves no process behind.
         """
         is_apart = is_apart or config.weights.staging == "paused"  # whose tests fail with the core on a thread
         _refuse_weights_it_would_make_up(config)

@@ -601,7 +601,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     rewards_at: dict[int, float] = {}
     costs: dict[str, float] = {}  # names of outcomes.COSTS
     error: str = ""
-    failure: str = ""  # where error is not empty: one of outcomes.FAILURES
+    failure: str = ""  # with an error: one of outcomes.FAILURES
 
 
 class Answered(msgspec.Struct, array_like=True, frozen=True):

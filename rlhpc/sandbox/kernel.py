@@ -311,7 +311,7 @@ def compile_filter(calls: Calls) -> bytes:
     program += _judged(_FCNTL[column], 1, _one_of(_NO_FCNTLS, deny, allow))
     program += _judged(_IOCTL[column], 1, _one_of(_IOCTLS, allow, (_RETURN, 0, 0, _ERRNO | errno.ENOTTY)))
     program += _judged(_SOCKETPAIR[column], 0, _one_of((_AF_UNIX,), allow, deny))
-    # Limits of its own may be read, not set: the pointer to new ones is null, in both halves.
+    # A process may read its limits, not set them: the pointer to new limits is null, in both halves.
     reads = [_argument(2), (_EQUAL, 0, 3, 0), _argument(2, upper=True), (_EQUAL, 0, 1, 0), allow, deny]
     program += _judged(_PRLIMIT[column], 0, [(_EQUAL, 0, len(reads) - 1, 0), *reads])
     for numbers in (_KILL, _TKILL, _TGKILL):

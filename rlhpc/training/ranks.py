@@ -113,7 +113,7 @@ def _announce(place: Place, file: Path) -> None:
 
 def _go_to_rank_0(file: Path, rank: int, world_size: int, deadline: Deadline) -> Store:
     place: Place | None = None
-    room: Store | None = None  # where we are now
+    room: Store | None = None  # store at the current address
     pause_s = POLL_S
     why = f"rank 0 of the trainer has not appeared after {deadline.limit_s:g} s: no {file}; see its log"
     while True:

@@ -225,12 +225,12 @@ class Counters:
     messages_rejected: int = 0
 
     def sent(self, nbytes: int) -> None:
-        """One message was sent."""
+        """Count a sent message."""
         self.messages_sent += 1
         self.bytes_sent += nbytes
 
     def received(self, nbytes: int) -> None:
-        """One message was accepted."""
+        """Count an accepted message."""
         self.messages_received += 1
         self.bytes_received += nbytes
 

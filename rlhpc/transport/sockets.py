@@ -369,8 +369,8 @@ def push(socket: Socket, frames: Sequence[Frame]) -> bool:
         except zmq.Again:
             if index == 0:
                 return False
-            # The connection was lost between two frames.  ZeroMQ discards the rest of the message, which must be
-            # sent all the same, or the next message would be discarded instead.
+            # The connection was lost between two frames.  ZeroMQ discards the rest of the message; without sending it,
+            # the next message would be discarded instead.
     return True
 
 

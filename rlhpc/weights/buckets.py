@@ -114,7 +114,7 @@ FIELDS = ("format", "epoch", "policy version", "number of bytes", "number of buc
 
 
 def header_of(manifest: WeightManifest) -> list[int]:
-    """One int64 per field of FIELDS."""
+    """Header of a broadcast: an int64 per field of FIELDS."""
     return [
         FORMAT,
         manifest.epoch,

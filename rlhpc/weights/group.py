@@ -268,9 +268,9 @@ def file_of(address: str) -> Path:
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove a file that nobody reads any more; it stays if the filesystem does not let it go.
+    """Remove a file that is no longer read; it stays if the filesystem refuses.
 
-    Never fails: the reason for which a group is left would be lost.
+    Raises nothing, which would hide the reason for leaving a group.
     """
     try:
         path.unlink(missing_ok=True)

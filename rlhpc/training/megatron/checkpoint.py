@@ -253,7 +253,7 @@ class DistributedSaver:
         return promised
 
     def close(self) -> None:
-        """Nothing runs between calls."""
+        """No effect: nothing runs between calls."""
 
     def _write(self, directory: Path, num_steps_applied: int, rng: dict[str, str]) -> dict[str, int]:
         agree, is_rank_zero = partial(_agreed, self._exchange), dist.get_rank() == LEAD_RANK

@@ -94,7 +94,7 @@ class ParameterMap:
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    tensor: int  # which of the HF tensors
+    tensor: int  # index among the HF tensors
     start: int  # row or column there
     end: int
 
