@@ -188,9 +188,9 @@ def _refuse_at_once(config: Config, *, begins: bool) -> None:
     except RunDirectoryError as error:
         raise ConfigError(str(error)) from error
     read_model(config.model.path)
-    for dataset in config.data:
-        if dataset.path is not None:
-            dataset_files(dataset.path, dataset.split)
+    files = [(each.path, each.split) for each in config.data if each.path is not None]
+    for path, split in (*files, *((each.path, each.split) for each in config.demonstrations)):
+        dataset_files(path, split)
 
 
 @speaks_python

@@ -15,6 +15,7 @@ from launch.checks.preflight import (
     Findings,
     demonstration_lines,
     first_prompt,
+    has_stage_before,
     preflight,
     prompt_warnings,
     stage_of,
@@ -56,6 +57,8 @@ def _check_run_file(options: argparse.Namespace) -> int:
     if options.json:
         raise ConfigError(f"--json: only for a run directory, and {options.run_file} is not one")
     config = load_config(options.run_file, options.overrides)
+    if has_stage_before(config):
+        _check_stage(stage_of(config))
     if config.is_supervised:
         config = stage_of(config)
     here = VisibleGpus() if options.site else gpus_here(os.environ)  # a site's GPUs are elsewhere
@@ -84,6 +87,17 @@ def _check_run_file(options: argparse.Namespace) -> int:
         ]
     print("\n".join([*own, *sandbox, *evaluations, memory, *software, *odd]))
     return 0
+
+
+def _check_stage(stage: Config) -> None:
+    """Print what the supervised fine-tuning before a run is.  Raises ConfigError, DataError."""
+    findings = preflight(stage)
+    print(
+        "\n".join(
+            [describe_plan(stage, RunLayout(stage.run_directory), GpuMap()), *demonstration_lines(stage, findings)]
+        )
+    )
+    print("then")
 
 
 def _about_demonstrations(config: Config, findings: Findings) -> Iterator[str]:

@@ -22,6 +22,7 @@ from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.script import describe_with_scripts
 from launch.plan.site_file import load_site, walltime_s
 from launch.run_files.records import JobRecord, name_of_jobs, next_elastic_name, next_replica, read_job_records
+from launch.run_files.run_state import is_supervised
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import PATIENCE_S, cancel, look_at_jobs
 from rlhpc.base.ownership import SubmissionLock
@@ -85,6 +86,8 @@ def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: boo
 def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
     """The directory by the path that compute nodes use, and the placement of the run."""
     layout.require_run()
+    if is_supervised(layout):
+        raise RunDirectoryError(f"{layout.root}: supervised fine-tuning, which has no generators")
     if layout.summary.exists():
         raise RunDirectoryError(f"{layout.root}: the run is complete")
     try:

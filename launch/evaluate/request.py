@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launch.common.text import quoted
 from launch.run_directory.inputs import look_at_model
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, read_resolved, settled
@@ -120,6 +121,11 @@ def target_of(config: Config) -> Target:
 def target_of_run(layout: RunLayout) -> Target:
     """A run as it began, whatever it has saved.  Raises ConfigError."""
     config, _ = read_resolved(layout)
+    if config.is_supervised:
+        raise ConfigError(
+            f"{layout.root}: supervised fine-tuning, whose settings say neither how to sample nor how to judge; legal: "
+            f"`rlhpc evaluate {quoted(layout.model)} --run RUN.toml`, with the run file of an RL run"
+        )
     return Target(config.run.name, layout.evaluations, config, None, config.model.path)
 
 

@@ -102,9 +102,12 @@ def test_commands_that_look_at_runs_know_it(undisturbed: RunLayout) -> None:
     root = str(undisturbed.root)
     told = {name: rlhpc(*words) for name, *words in (
         ("status", "status", root), ("list", "list", root), ("report", "report", root), ("check", "check", root),
-        ("audit", "audit", root), ("metrics", "metrics", root),
+        ("audit", "audit", root), ("metrics", "metrics", root), ("scale", "scale", root, "--generators", "+1"),
+        ("evaluate", "evaluate", root),
     )}  # fmt: skip
-    assert {name: each.returncode for name, each in told.items()} == dict.fromkeys(told, 0) | {"audit": 2}
+    assert {name: each.returncode for name, each in told.items()} == {
+        name: 2 * (name in ("audit", "scale", "evaluate")) for name in told
+    }
     assert "supervised fine-tuning   loss" in told["status"].stdout
     assert "held out" in told["status"].stdout
     assert "reward" not in told["status"].stdout
@@ -113,6 +116,8 @@ def test_commands_that_look_at_runs_know_it(undisturbed: RunLayout) -> None:
     assert "staleness" not in told["report"].stdout
     assert "sound; a resume starts from step 24" in told["check"].stdout
     assert "`rlhpc check" in told["audit"].stderr
+    assert "which has no generators" in told["scale"].stderr
+    assert f"`rlhpc evaluate {undisturbed.model} --run RUN.toml`" in told["evaluate"].stderr
     assert "sft/held_out_loss" in told["metrics"].stdout
 
 
