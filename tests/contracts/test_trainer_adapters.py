@@ -167,7 +167,7 @@ in_layouts_of_mixtures = pytest.mark.parametrize(
     "cluster",
     [
         pytest.param(name, marks=marks_of_adapters(name, EVERYDAY))
-        for name in (*MIXTURE_LAYOUTS, "deepspeed-zero1", "megatron-sp")
+        for name in (*MIXTURE_LAYOUTS, "deepspeed-zero1", "megatron-sp", "megatron-pp2")
     ],
     indirect=True,
 )
