@@ -312,7 +312,8 @@ def _takes_export(parser: _Parser) -> None:
 
 def takes_evaluation(parser: _Parser) -> None:
     """A model, a dataset, and how much to sample."""
-    _value(parser, "model", "MODEL|RUN_DIR", "HF checkpoint, run directory, or one checkpoint in it", Path)
+    text = "HF checkpoint, PEFT adapter, run directory, or one checkpoint in it"
+    _value(parser, "model", "MODEL|RUN_DIR", text, Path)
     text = "a file or directory, as data.path; default: what [[evaluation]] of the run file says"
     _value(parser, "data", "DATA", text, Path, nargs="?")
     text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
@@ -320,6 +321,10 @@ def takes_evaluation(parser: _Parser) -> None:
     text = "run file or run directory whose settings an HF checkpoint is evaluated with: template, limits, reward"
     _value(parser, "--run", "RUN", text, Path)
     _value(parser, "--step", "N", "checkpoint of the run; default: the newest sound one", number)
+    text = "several checkpoints of the run, such as 10,20,30, or all; those of adapters on the same engines"
+    _value(parser, "--steps", "STEPS", text)
+    text = "another model as well, any number of times; adapters beside one model on the same engines"
+    parser.add_argument("--with", action="append", metavar="MODEL", help=text, type=Path, dest="others")
     text = "the moving average of the run's weights (trainer.ema_decay) instead of its weights"
     _flag(parser, "--ema", text, default=None)
     _value(parser, "--samples", "K", "samples per prompt (default 1)", number)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.common.text import aligned, escaped, print_or_lose, say_or_lose, without_dots
+from launch.common.text import aligned, escaped, print_or_lose, say_or_lose
 from launch.doctor.site import refuse_missing_software
 from launch.doctor.slurm_plan import as_far_as_slurm_answers, refuse_unfit
 from launch.evaluate.evaluation import (
@@ -26,11 +27,13 @@ from launch.evaluate.evaluation import (
     caches_on_this_node,
     evaluation_directory,
     plan_evaluation,
+    report_together,
+    side_by_side,
     wanted_samples,
 )
 from launch.evaluate.follow import follow_run, refuse_how, run_of
 from launch.evaluate.job import EvaluationJob, submit_following
-from launch.evaluate.request import find_target, requests_of, target_of_run, with_settings_of
+from launch.evaluate.request import find_targets, requests_of, target_of_run
 from launch.plan.site_file import Site, load_site
 from rlhpc.metrics.evaluations import (
     NAME,
@@ -44,7 +47,7 @@ from rlhpc.metrics.evaluations import (
     read_samples,
     read_settings,
 )
-from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.errors import CheckpointError, ConfigError
 from rlhpc.protocol.types import Verdict
 
 # -------------------------------------------------------------------------------------------------------------- compare
@@ -200,19 +203,59 @@ def evaluate(options: argparse.Namespace) -> int:
 def _evaluate(options: argparse.Namespace, site: Site | None) -> int:
     if options.follow:
         return follow_run(options, partial(_show, options, indent=None), _tell)
-    target = find_target(without_dots(options.model), options.step)
-    if options.run is not None:
-        target = with_settings_of(target, without_dots(options.run))
-    if options.ema and target.checkpoint is None:
-        raise ConfigError(
-            f"--ema: {options.model} is an HF checkpoint; only what a run saves has an average of weights"
-        )
-    for evaluation in [plan_evaluation(target, each, runs_here=not site) for each in requests_of(options, target)]:
+    planned, num_refused = _planned(options, runs_here=site is None)
+    is_only = len({each.target.title for each in planned}) + num_refused == 1
+    for group in side_by_side(planned):
         if site is None:
-            _show(options, evaluation.report(_tell, is_fresh=options.fresh), indent=1)
+            num_refused += _report(group, options, is_only=is_only)
         else:
-            _submit(evaluation, site, options)
-    return 0
+            _submit(group, site, options)
+    return 1 if num_refused else 0
+
+
+def _planned(options: argparse.Namespace, *, runs_here: bool) -> tuple[list[Evaluation], int]:
+    """All that a command asks for, and how many models were refused by name; raises what is wrong with the only one."""
+    targets, num_refused = find_targets(options, _tell)
+    planned, is_only = list[Evaluation](), len(targets) + num_refused == 1
+    for target in targets:
+        if options.ema and target.checkpoint is None:
+            raise ConfigError(f"--ema: {target.place} is an HF checkpoint; only what a run saves has an average")
+        try:
+            planned += [plan_evaluation(target, each, runs_here=runs_here) for each in requests_of(options, target)]
+        except (ConfigError, CheckpointError) as error:
+            if is_only:
+                raise
+            _refuse(target.title, error)
+            num_refused += 1
+    _refuse_one_place(options, planned, is_only=is_only)
+    return planned, num_refused
+
+
+def _refuse_one_place(options: argparse.Namespace, planned: Sequence[Evaluation], *, is_only: bool) -> None:
+    """Raise ConfigError where the samples of several models would lie in one directory."""
+    if options.out is not None and not is_only:
+        raise ConfigError(f"--out {options.out}: is for one model; without it each has a directory")
+    for directory, number in Counter(each.directory for each in planned).items():
+        if number > 1 and not is_only:
+            raise ConfigError(f"{directory}: would hold the samples of {number} models of one name; legal: other names")
+
+
+def _report(group: Sequence[Evaluation], options: argparse.Namespace, *, is_only: bool) -> int:
+    """Returns the number of evaluations that could not be; raises what is wrong where the command names one model."""
+    num_refused, fresh = 0, [each.directory for each in group if options.fresh]
+    for evaluation, outcome in zip(group, report_together(group, _tell, fresh=fresh), strict=True):
+        if isinstance(outcome, Report):
+            _show(options, outcome, indent=1 if is_only else None)
+        elif is_only:
+            raise outcome
+        else:
+            _refuse(evaluation.settings.title, outcome)
+            num_refused += 1
+    return num_refused
+
+
+def _refuse(title: str, error: Exception) -> None:
+    _tell(f"{title} is not evaluated: {error}")
 
 
 def _submit_following(options: argparse.Namespace, site: Site) -> int:
@@ -234,13 +277,16 @@ def _show(options: argparse.Namespace, report: Report, indent: int | None) -> No
     print_or_lose(json.dumps(report.as_json(), indent=indent) if options.json else report.as_text())
 
 
-def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> None:
-    job = EvaluationJob.of(evaluation, site)
+def _submit(group: Sequence[Evaluation], site: Site, options: argparse.Namespace) -> None:
+    job = EvaluationJob.of(group, site)
     _refuse_unfit(job, site, is_dry=options.dry_run)
     if options.dry_run:
         print(job.script, end="")
         return
-    with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=options.fresh, tell=_tell):
+    with ExitStack() as stack:
+        for each in group:
+            owned = evaluation_directory(each.directory, each.settings, is_fresh=options.fresh, tell=_tell)
+            stack.enter_context(owned)
         submitted = job.submit()
         _tell(f"submitted job {submitted}; it says how far it is in {job.directory / f'job-{submitted}.log'}")
         _tell(f"figures come into {job.directory / SUMMARY}; the same command without --site prints them")

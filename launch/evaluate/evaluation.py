@@ -1,6 +1,7 @@
-"""One evaluation on this machine: everything checked, samples drawn, figures written.
+"""Evaluations on this machine: everything checked, samples drawn, figures written.
 
-Input: a target and a request.  Output: Report, and the files of the evaluation's directory.
+Input: targets and a request.  Output: Reports, and the files of each evaluation's directory.  Those of adapters beside
+one model are drawn together, by engines that load the model once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ from launch.checks.model_files import refuse_made_up_tensors
 from launch.checks.preflight import preflight_sampling
 from launch.common.text import aligned, counted, span, without_dots
 from launch.doctor.gpus import gpus_here
-from launch.evaluate.request import Request, Target, evaluation_config, of_run_file, target_of
+from launch.evaluate.request import Request, Target, evaluation_config, of_run_file, target_of, with_adapter
 from launch.plan.gpu_map import VARIABLE, GpuMap, map_gpus
 from launch.run_directory.inputs import look_at_data
 from launch.run_files.records import last_error_in
@@ -51,7 +52,8 @@ from rlhpc.metrics.evaluations import (
     read_samples,
     read_settings,
 )
-from rlhpc.protocol.errors import ConfigError, DataError, RoleFailed, RunDirectoryError
+from rlhpc.models.adapter import base_digest, base_name
+from rlhpc.protocol.errors import ConfigError, DataError, RlhpcError, RoleFailed, RunDirectoryError
 from rlhpc.protocol.types import FinishReason, Verdict
 
 # ------------------------------------------------------------------------------------------------------------ directory
@@ -226,15 +228,19 @@ def caches_on_this_node() -> Iterator[None]:
 
 
 def sample_all(
-    directory: Path, settings: EvaluationSettings, gpus: GpuMap, descriptor: int, tell: Callable[[str], None]
+    evaluations: Mapping[Path, EvaluationSettings],
+    gpus: GpuMap,
+    descriptors: Sequence[int],
+    tell: Callable[[str], None],
 ) -> None:
-    """Draw the missing samples with as many processes as generation.num_replicas says.
+    """Draw the samples that directories lack with as many processes as generation.num_replicas says.
 
-    descriptor: of the directory's lock, which they keep.  Raises RoleFailed; KeyboardInterrupt for SIGTERM too.
+    descriptors: of the directories' locks, which they keep.  Raises RoleFailed; KeyboardInterrupt for SIGTERM too.
     """
-    num_shares = settings.config.generation.num_replicas
-    count = _SampleCount(directory)
-    progress = _Progress(settings.num_samples, count.look(), tell)
+    directories = [*evaluations]
+    num_shares = evaluations[directories[0]].config.generation.num_replicas
+    count = _SampleCount(directories)
+    progress = _Progress(sum(each.num_samples for each in evaluations.values()), count.look(), tell)
     with ExitStack() as stack:
         temporary = private_temporary_directory()
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -242,7 +248,7 @@ def sample_all(
         running: dict[int, subprocess.Popen[bytes]] = {}
         stack.callback(lambda: end_all(running.values(), END_S))
         for index in range(num_shares):
-            running[index] = _start(directory, index, num_shares, gpus, descriptor, temporary)
+            running[index] = _start(directories, index, num_shares, gpus, descriptors, temporary)
         while running:
             time.sleep(LOOK_S)
             progress.show(count.look())
@@ -251,7 +257,7 @@ def sample_all(
                     continue
                 del running[index]
                 if process.returncode != 0:
-                    raise RoleFailed(_why(directory, index, process.returncode))
+                    raise RoleFailed(_why(directories[0], index, process.returncode))
 
 
 def _log(directory: Path, index: int) -> Path:
@@ -259,14 +265,20 @@ def _log(directory: Path, index: int) -> Path:
 
 
 def _start(
-    directory: Path, index: int, num_shares: int, gpus: GpuMap, descriptor: int, temporary: Path
+    directories: Sequence[Path],
+    index: int,
+    num_shares: int,
+    gpus: GpuMap,
+    descriptors: Sequence[int],
+    temporary: Path,
 ) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TMPDIR": str(temporary)}
     if (devices := gpus.variable(f"generator-{index}")) is not None:
         environment[VARIABLE] = devices
-    words = [sys.executable, "-P", "-m", "rlhpc.roles.evaluator", str(directory), "--share", f"{index}/{num_shares}"]
-    leave_deleted_directory(directory)
-    with _log(directory, index).open("ab") as log:
+    places = map(str, directories)
+    words = [sys.executable, "-P", "-m", "rlhpc.roles.evaluator", *places, "--share", f"{index}/{num_shares}"]
+    leave_deleted_directory(directories[0])
+    with _log(directories[0], index).open("ab") as log:
         return subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -274,7 +286,7 @@ def _start(
             stderr=log,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches this process alone, which then asks the others
-            pass_fds=(descriptor,),
+            pass_fds=descriptors,
             preexec_fn=partial(die_with, os.getpid()),  # this process has one thread
         )
 
@@ -315,14 +327,14 @@ def _sigterm_interrupts() -> Iterator[None]:
 class _SampleCount:
     """How many samples all processes have written: counts lines, and reads none again."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories = directories
         self._read: dict[Path, int] = {}  # bytes of each file
         self._num_lines = 0
 
     def look(self) -> int:
         """Whole lines of all files.  Raises OSError."""
-        for path in self._directory.glob("samples-*.jsonl"):
+        for path in (path for directory in self._directories for path in directory.glob("samples-*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 while block := file.read(BLOCK_BYTES):
@@ -453,31 +465,53 @@ class Evaluation:
         tell: Tell,
         *,
         is_fresh: bool = False,
-        done: Callable[[Report, Path], None] = lambda report, model: None,
+        done: Done = lambda *_: None,
         remind: Callable[[], None] = lambda: None,
     ) -> Report:
         """The figures; draws what is missing.
 
-        done: called with new figures and the HF checkpoint of the model, which it may move away.
-        remind: called twice a minute while samples are drawn, and then alone; it may raise.
-        Raises CheckpointError, RunDirectoryError, RoleFailed; KeyboardInterrupt that says how far it has got.
+        Raises CheckpointError, RunDirectoryError, RoleFailed and as report_together does.
         """
-        directory, settings, attempt = self.directory, self.settings, self.target.attempt
-        with evaluation_directory(directory, settings, is_fresh=is_fresh, tell=tell) as lock:
-            report = report_of(settings, read_samples(directory))
-            if report is None or not (directory / SUMMARY).exists():  # then `done` has not been called to its end
-                try:
-                    report = self._draw(tell, lock.descriptor, done, remind)
-                except KeyboardInterrupt:
-                    raise KeyboardInterrupt(self._how_far()) from None
-                finally:
-                    shutil.rmtree(directory / MODEL, ignore_errors=True)
-            document = report.as_json() | ({} if attempt is None else {"attempt": attempt})
-            write_atomically(directory / SUMMARY, json.dumps(document, indent=1).encode())
-            tell(f"all samples are in {directory}")
+        (outcome,) = report_together([self], tell, fresh=[self.directory] if is_fresh else [], done=done)
+        if not isinstance(outcome, Report):
+            raise outcome
+        return outcome
+
+    def shares_engines(self, other: Evaluation) -> bool:
+        """Return whether both are of adapters that engines can hold beside each other."""
+        one, two = (with_values(each.settings.config, {**_SCALE, "lora.initial": None}) for each in (self, other))
+        is_alike = one == two and self.settings.inputs.get("base") == other.settings.inputs.get("base")
+        return one.lora.rank > 0 and is_alike
+
+    def begin(self) -> EvaluationSettings:
+        """Write the settings, with the model as engines load it.  Raises CheckpointError, ConfigError, OSError."""
+        model, config = self.directory / MODEL, self.settings.config
+        shutil.rmtree(model, ignore_errors=True)  # of a command that was killed
+        is_adapter = config.lora.rank > 0
+        key = "lora.initial" if is_adapter else "model.path"
+        values = {key: self.target.weights(model, as_adapter=is_adapter)}
+        settings = replace(self.settings, config=with_values(config, values))
+        settings.write(self.directory)
+        return settings
+
+    def drawn(self, settings: EvaluationSettings, done: Done, failure: Exception | None) -> Report:
+        """The figures, once all samples are there.  Raises `failure`, or RoleFailed, and what `done` raises."""
+        report = report_of(settings, read_samples(self.directory))
+        if report is None:
+            words = "its processes were asked to end; the same command draws the other samples"
+            raise failure or RoleFailed(f"{self.directory}: {words}")
+        done(self, report, settings.config.lora.initial or settings.config.model.path)
         return report
 
-    def _how_far(self) -> str:
+    def finish(self, report: Report, tell: Tell) -> Report:
+        """Write the figures.  Raises OSError."""
+        attempt = self.target.attempt
+        document = report.as_json() | ({} if attempt is None else {"attempt": attempt})
+        write_atomically(self.directory / SUMMARY, json.dumps(document, indent=1).encode())
+        tell(f"all samples are in {self.directory}")
+        return report
+
+    def how_far(self) -> str:
         """Progress, for whoever interrupted it; nothing that is wrong with the samples may come between."""
         try:
             number = sum(1 for _ in read_samples(self.directory))
@@ -486,26 +520,91 @@ class Evaluation:
         where = f"{number} of {self.settings.num_samples} samples are in {self.directory}"
         return f"{where}; the same command draws the others"
 
-    def _draw(
-        self, tell: Tell, descriptor: int, done: Callable[[Report, Path], None], remind: Callable[[], None]
-    ) -> Report:
-        directory = self.directory
 
-        def tell_in_time(line: str) -> None:
-            remind()
-            tell(line)
+Done = Callable[[Evaluation, Report, Path], None]
+_SCALE = {"lora.alpha": 1.0, "lora.rslora": False}  # what adapters side by side may differ in
 
-        gpus = map_gpus(self.settings.config, gpus_here(os.environ))
-        shutil.rmtree(directory / MODEL, ignore_errors=True)  # of a command that was killed
-        model = self.target.weights(directory / MODEL)
-        settings = replace(self.settings, config=with_values(self.settings.config, {"model.path": model}))
-        settings.write(directory)
-        sample_all(directory, settings, gpus, descriptor, tell_in_time)
-        report = report_of(settings, read_samples(directory))
-        if report is None:
-            raise RoleFailed(f"{directory}: its processes were asked to end; the same command draws the other samples")
-        done(report, model)
-        return report
+
+def side_by_side(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
+    """Evaluations in groups that can be drawn by the same engines."""
+    groups = list[list[Evaluation]]()
+    for each in evaluations:
+        group = next((group for group in groups if each.shares_engines(group[0])), None)
+        if group is None:
+            groups.append([each])
+        else:
+            group.append(each)
+    return groups
+
+
+def report_together(
+    evaluations: Sequence[Evaluation],
+    tell: Tell,
+    *,
+    fresh: Collection[Path] = (),
+    done: Done = lambda *_: None,
+    remind: Callable[[], None] = lambda: None,
+) -> list[Report | Exception]:
+    """The figures of evaluations by the same engines, or why there are none; draws what is missing.
+
+    One that cannot be drawn does not hold up the others.  fresh: directories in which what is there is deleted.
+    done: called with new figures and the model, an HF checkpoint or PEFT adapter, which it may move away.
+    remind: called twice a minute while samples are drawn, and then alone; it may raise.
+    Raises ConfigError; KeyboardInterrupt that says how far it has got.
+    """
+    outcomes = dict[int, Report | Exception]()
+    drawn = dict[int, EvaluationSettings]()
+    descriptors = list[int]()
+
+    def tell_in_time(line: str) -> None:
+        remind()
+        tell(line)
+
+    with ExitStack() as stack:
+        for place, each in enumerate(evaluations):
+            try:
+                is_fresh = each.directory in fresh
+                owned = evaluation_directory(each.directory, each.settings, is_fresh=is_fresh, tell=tell)
+                descriptors.append(stack.enter_context(owned).descriptor)
+                report = report_of(each.settings, read_samples(each.directory))
+                if report is not None and (each.directory / SUMMARY).exists():
+                    outcomes[place] = each.finish(report, tell)
+                else:  # or `done` has not been called to its end
+                    stack.callback(shutil.rmtree, each.directory / MODEL, ignore_errors=True)
+                    drawn[place] = each.begin()
+            except (RlhpcError, OSError) as error:
+                outcomes[place] = error
+        try:
+            failure = _failure_of(partial(_sample, evaluations, drawn, descriptors, tell_in_time))
+            for place, settings in drawn.items():
+                try:
+                    report = evaluations[place].drawn(settings, done, failure)
+                    outcomes[place] = evaluations[place].finish(report, tell)
+                except (RlhpcError, OSError) as error:
+                    outcomes[place] = error
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("\n".join(evaluations[place].how_far() for place in drawn)) from None
+    return [outcomes[place] for place in range(len(evaluations))]
+
+
+def _sample(
+    evaluations: Sequence[Evaluation],
+    drawn: Mapping[int, EvaluationSettings],
+    descriptors: Sequence[int],
+    tell: Tell,
+) -> None:
+    if drawn:
+        gpus = map_gpus(evaluations[0].settings.config, gpus_here(os.environ))
+        sample_all({evaluations[place].directory: each for place, each in drawn.items()}, gpus, descriptors, tell)
+
+
+def _failure_of(draw: Callable[[], None]) -> Exception | None:
+    """Draw, and return the failure: evaluations that are complete have figures all the same."""
+    try:
+        draw()
+    except (RlhpcError, OSError) as error:
+        return error
+    return None
 
 
 def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True) -> Evaluation:
@@ -513,7 +612,7 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
 
     runs_here: False where its processes run on another machine.
     """
-    target = replace(target, is_average=request.is_average)
+    target = with_adapter(replace(target, is_average=request.is_average))
     gpus = gpus_here(os.environ) if runs_here else None
     config = evaluation_config(target, request.data, request.words, has_gpus=gpus is None or bool(gpus.words))
     if gpus is not None:
@@ -530,6 +629,7 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
         inputs={
             "model": target.digest,
             "data": [entry.digest for entry in look_at_data(request.data, config.data[0].split).values()],
+            **_base(config),
             **_corpus(config),
             **_judge_template(config),
         },
@@ -546,6 +646,11 @@ def delete_exports(evaluations: Path) -> None:
                 lock = DirectoryLock.take(RunLayout(model.parent))
                 shutil.rmtree(model, ignore_errors=True)
                 lock.release()
+
+
+def _base(config: Config) -> dict[str, str]:
+    """Name of the weights that adapters are beside, if these are evaluated, and not merged weights."""
+    return {"base": base_name(config.lora, base_digest(config.model.path))} if config.lora.rank else {}
 
 
 def _corpus(config: Config) -> dict[str, list[str]]:

@@ -1,9 +1,9 @@
 """`rlhpc evaluate RUN_DIR [DATA] --follow`: evaluate what a run saves, while it trains.
 
-Input: a run directory, and which datasets.  Output: an evaluation of the newest checkpoint, again and again until the
-run is over; curves for TensorBoard; the best model so far, as an HF checkpoint; an end of the run where it gets no
-better.  A checkpoint is one weight version, and engines of our own sample it: the run does not notice.  All state is in
-the evaluations on disk.
+Input: a run directory, and which datasets.  Output: an evaluation of the newest checkpoint, or of adapters those of all
+that are due, by the same engines, again and again until the run is over; curves for TensorBoard; the best model so far,
+an HF checkpoint or PEFT adapter; an end of the run where it gets no better.  A checkpoint is one weight version, and
+engines of our own sample it: the run does not notice.  All state is in the evaluations on disk.
 
     RUN_DIR/evaluations/tensorboard/…                  evaluation/NAME/FIGURE against the step
     RUN_DIR/evaluations/best-NAME/, rlhpc_figures.json in it
@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ from launch.evaluate.evaluation import (
     Report,
     delete_exports,
     plan_evaluation,
+    report_together,
+    side_by_side,
     unlike_samples,
 )
 from launch.evaluate.job import TimeIsUp, TimeWarning, go_on_later, is_following_job, look_again_later
@@ -57,9 +59,11 @@ def refuse_how(options: argparse.Namespace) -> None:
     if options.follow:
         if options.run is not None:
             raise ConfigError(f"--run {options.run}: not with --follow, which follows a run with its own settings")
-        for option, value in (("--step", options.step), ("--out", options.out)):
+        for option, value in (("--step", options.step), ("--steps", options.steps), ("--out", options.out)):
             if value is not None:
                 raise ConfigError(f"{option} {value}: not with --follow, which evaluates the newest checkpoints")
+        if options.others:
+            raise ConfigError(f"--with {options.others[0]}: not with --follow, which follows one run")
         if options.site is not None and options.data is not None:
             raise ConfigError(
                 f"--site {options.site}: not with a dataset: a job that follows a run evaluates its [[evaluation]]"
@@ -93,7 +97,9 @@ def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
 
 
 def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Tell, remind: Callable[[], None]) -> int:
-    courses = [DatasetFollower(layout, request, remind) for request in requests_of(options, target_of_run(layout))]
+    target = target_of_run(layout)
+    takes_all = target.lora is not None
+    courses = [DatasetFollower(layout, each, remind, takes_all=takes_all) for each in requests_of(options, target)]
     life = RunLife(layout, options.patience_s)
     delete_exports(layout.evaluations)
     curves = Curves(layout.evaluations / "tensorboard")
@@ -102,8 +108,8 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
             remind()
             is_over, has_tried = life.is_over, False
             for course in courses:
-                step = course.due(is_last=is_over)
-                if step is not None and course.evaluate(step, curves, show, tell):
+                steps = course.due(is_last=is_over)
+                if steps and course.evaluate(steps, curves, show, tell):
                     has_tried = True
                     if course.is_no_better(tell) and not life.is_over:
                         write_atomically(layout.stop_request, b"")  # whoever runs it sees to it
@@ -145,63 +151,98 @@ class Curves:
 class DatasetFollower:
     """A dataset, from checkpoint to checkpoint."""
 
-    def __init__(self, layout: RunLayout, request: Request, remind: Callable[[], None] = lambda: None) -> None:
-        """remind: called while samples are drawn; what it raises ends the evaluation, which can be continued."""
+    def __init__(
+        self,
+        layout: RunLayout,
+        request: Request,
+        remind: Callable[[], None] = lambda: None,
+        *,
+        takes_all: bool = False,
+    ) -> None:
+        """remind: called while samples are drawn; what it raises ends the evaluation, which can be continued.
+
+        takes_all: every checkpoint that is due, and not the newest alone.
+        """
+        self._takes_all = takes_all
         self._layout, self._request, self._remind = layout, request, remind
         self._tried: set[tuple[int, str]] = set()  # steps and digests of checkpoints
         self._failures = 0  # in a row
         self.has_new = False  # figures that nobody has judged
         self.is_waiting = False  # for another command that evaluates the same
 
-    def due(self, *, is_last: bool) -> int | None:
-        """The newest step, if it is far enough from the last one, or if no other will come."""
+    def due(self, *, is_last: bool) -> list[int]:
+        """Steps that are each far enough from the one before, and the newest if no other will come, in their order."""
         try:
-            steps = [step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps()]
+            steps = sorted(step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps())
             past = RunView(self._layout).evaluations.get(self._request.name, {})
         except OSError:  # begun anew at this moment, or its file server is away
-            return None
-        newest = max(steps, default=None)
-        if newest is None or (newest, self._digest(newest)) in self._tried:
-            return None
-        before = [step for step in past if step < newest]
-        far = 1 if is_last else self._request.every
-        return newest if not before or newest >= max(before) + far else None
+            return []
+        found = list[int]()
+        if self._takes_all:
+            steps = [step for step in steps if step >= max(past, default=step)]
+        for step in steps if self._takes_all else steps[-1:]:
+            before = [each for each in (*past, *found) if each < step]
+            far = 1 if is_last and step == steps[-1] else self._request.every
+            if (step, self._digest(step)) not in self._tried and (not before or step >= max(before) + far):
+                found.append(step)
+        return found
 
-    def evaluate(self, step: int, curves: Curves, show: Show, tell: Tell) -> bool:
-        """Evaluate the checkpoint of a step, or say why not; False: another command does, and it is to be tried again.
+    def evaluate(self, steps: Sequence[int], curves: Curves, show: Show, tell: Tell) -> bool:
+        """Evaluate checkpoints, or say why not; False: another command does, and they are to be tried again.
 
         Raises RoleFailed or OSError when the engines or the disk have failed several times in a row.
         """
-        place = step, self._digest(step)
-        try:
-            evaluation = plan_evaluation(find_target(self._layout.root, step), self._request)
-            # A run that went back to an older step comes by this one again, with another model.
-            unlike = unlike_samples(evaluation.directory, evaluation.settings)
-            if unlike - {"inputs.model"}:
-                self._tried.add(place)
-                tell(f"step {step} is not evaluated: {evaluation.directory} holds samples of other {', '.join(unlike)}")
-                return True
-            done = partial(self._done, step, evaluation, curves, tell)
-            report = evaluation.report(tell, is_fresh=bool(unlike), done=done, remind=self._remind)
-        except DirectoryInUse as error:
-            if not self.is_waiting:
-                tell(f"step {step}: {error}; tried again until it is done")
-            self.is_waiting = True
-            return False
-        except (CheckpointError, FileNotFoundError, RunDirectoryError) as error:
-            # The run has deleted it, or somebody else's files are there; the next one comes.
-            tell(f"step {step} is not evaluated: {error}")
-        except (RoleFailed, OSError) as error:  # a full disk or a file server: perhaps only now
+        places = {step: (step, self._digest(step)) for step in steps}
+        outcomes, planned, fresh = dict[int, Report | Exception](), dict[Path, Evaluation](), list[Path]()
+        for step in steps:
+            try:
+                evaluation = plan_evaluation(find_target(self._layout.root, step), self._request)
+                # A run that went back to an older step comes by this one again, with another model.
+                unlike = unlike_samples(directory := evaluation.directory, evaluation.settings)
+            except (CheckpointError, RunDirectoryError, OSError) as error:
+                outcomes[step] = error
+            else:
+                if unlike - {"inputs.model"}:
+                    outcomes[step] = RunDirectoryError(f"{directory} holds samples of other {', '.join(unlike)}")
+                else:
+                    planned[directory] = evaluation
+                    fresh += [directory] if unlike else []
+        step_in = {directory: _step_of(each) for directory, each in planned.items()}
+        done = partial(self._done, curves, tell)
+        for group in side_by_side(planned.values()):
+            found = report_together(group, tell, fresh=fresh, done=done, remind=self._remind)
+            outcomes |= {step_in[each.directory]: outcome for each, outcome in zip(group, found, strict=True)}
+        for step in sorted(outcomes):
+            if not isinstance(outcomes[step], DirectoryInUse):
+                self._tried.add(places[step])
+        return self._say(outcomes, show, tell)
+
+    def _say(self, outcomes: Mapping[int, Report | Exception], show: Show, tell: Tell) -> bool:
+        """Show figures, and say why there are none; whether there is anything but directories in use."""
+        was_waiting, failures = self.is_waiting, list[Exception]()
+        self.is_waiting = any(isinstance(each, DirectoryInUse) for each in outcomes.values())
+        for step, outcome in sorted(outcomes.items()):
+            if isinstance(outcome, Report):
+                show(outcome)
+            elif isinstance(outcome, DirectoryInUse):
+                if not was_waiting:
+                    tell(f"step {step}: {outcome}; tried again until it is done")
+            elif isinstance(outcome, (CheckpointError, FileNotFoundError, RunDirectoryError, RoleFailed, OSError)):
+                # The run has deleted it, or somebody else's files are there; or a full disk or a file server, perhaps
+                # only now.
+                is_failure = not isinstance(outcome, (CheckpointError, FileNotFoundError, RunDirectoryError))
+                failures += [outcome] if is_failure else []
+                if not is_failure or self._failures + 1 < MOST_FAILURES:
+                    tell(f"step {step} is not evaluated: {outcome}")
+            else:
+                raise outcome
+        if failures:
             self._failures += 1
             if self._failures == MOST_FAILURES:
-                raise
-            tell(f"step {step} is not evaluated: {error}")
-        else:
+                raise failures[0]
+        elif any(isinstance(each, Report) for each in outcomes.values()):
             self._failures = 0
-            show(report)
-        self.is_waiting = False
-        self._tried.add(place)
-        return True
+        return not all(isinstance(each, DirectoryInUse) for each in outcomes.values())
 
     def is_no_better(self, tell: Tell) -> bool:
         """Whether the run is to be stopped, judged by new figures: old ones are known to whoever has resumed it."""
@@ -221,14 +262,19 @@ class DatasetFollower:
         except OSError:
             return ""
 
-    def _done(self, step: int, evaluation: Evaluation, curves: Curves, tell: Tell, report: Report, model: Path) -> None:
-        name, best = f"evaluation/{self._request.name}", self._request.best
+    def _done(self, curves: Curves, tell: Tell, evaluation: Evaluation, report: Report, model: Path) -> None:
+        step, name, best = _step_of(evaluation), f"evaluation/{self._request.name}", self._request.best
         curves.add(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
         self.has_new = True
         if best is not None and best not in report.figures:
             tell(f"step {step} has no {best}: too few samples could be judged, or no answers are named")
         elif best is not None:
             _keep_if_best(self._layout, step, evaluation, report, model, best, tell)
+
+
+def _step_of(evaluation: Evaluation) -> int:
+    assert evaluation.target.checkpoint is not None, "of a run that is followed"
+    return int(evaluation.target.checkpoint.name.removeprefix("step_"))
 
 
 def _keep_if_best(

@@ -48,14 +48,14 @@ class EvaluationJob:
     script: str
 
     @classmethod
-    def of(cls, evaluation: Evaluation, site: Site) -> Self:
-        """One evaluation; writes nothing.
+    def of(cls, group: Sequence[Evaluation], site: Site) -> Self:
+        """Evaluations by the same engines, in the directory of the first; writes nothing.
 
         Raises ConfigError: a fault of the site file, or replicas that do not fit one node.
         """
-        plan = _plan(evaluation.settings.config, evaluation.directory, site)
-        name = f"rlhpc-evaluate-{evaluation.directory.name}"
-        return cls(plan, evaluation.directory, _script(plan, name, evaluation.directory, _words(evaluation)))
+        directory = group[0].directory
+        plan = _plan(group[0].settings.config, directory, site)
+        return cls(plan, directory, _script(plan, f"rlhpc-evaluate-{directory.name}", directory, _words(group)))
 
     @classmethod
     def following(cls, config: Config, site: Site) -> Self:
@@ -117,12 +117,16 @@ def _on_one_node(component: JobComponent) -> JobComponent:
     )
 
 
-def _words(evaluation: Evaluation) -> list[str]:
+def _words(group: Sequence[Evaluation]) -> list[str]:
     """The command on the node, where relative paths mean nothing, and when the run may have saved another step."""
-    target, directory, request = evaluation.target, evaluation.directory, evaluation.request
-    words = ["evaluate", str(target.checkpoint or target.model), str(without_dots(request.data)), *request.words]
-    words += ["--samples", str(request.samples), "--temperature", str(request.temperature), "--out", str(directory)]
+    target, directory, request = group[0].target, group[0].directory, group[0].request
+    words = ["evaluate", str(target.place), str(without_dots(request.data)), *request.words]
+    words += ["--samples", str(request.samples), "--temperature", str(request.temperature)]
+    for other in group[1:]:
+        words += ["--with", str(other.target.place)]
+    words += ["--out", str(directory)] if len(group) == 1 else []
     words += ["--ema"] if request.is_average else []
+    words += [] if target.run is None else ["--run", str(target.run)]
     return words if request.prompts is None else [*words, "--prompts", str(request.prompts)]
 
 

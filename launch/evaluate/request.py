@@ -9,19 +9,30 @@ import argparse
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.common.text import quoted
-from launch.run_directory.inputs import look_at_model
+from launch.common.text import quoted, without_dots
+from launch.run_directory.inputs import look_at_adapter, look_at_model
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, read_resolved, settled
 from rlhpc.config.rules import Config
 from rlhpc.config.setting import COLDEST
 from rlhpc.config.tables import AGENT, DataConfig
+from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.config.toml import toml_value
+from rlhpc.models.adapter import (
+    PEFT_CONFIG,
+    base_digest,
+    chosen_layers,
+    refuse_unserved_adapters,
+    sends_adapters,
+    settings_of_peft,
+    stored_matrices,
+)
+from rlhpc.models.weights import NotSafetensors, object_in
 from rlhpc.protocol.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from rlhpc.training.checkpoint_directory import COMPLETE, Fate, KnownCheckpoints
 
@@ -47,26 +58,37 @@ class Target:
     model: Path  # HF checkpoint: the model itself, or what the run began with
     is_average: bool = False  # the moving average of that step's weights
     attempt: int | None = None  # of the run, that wrote the checkpoint; None: it is none, or does not say
+    run: Path | None = None  # that an HF checkpoint or adapter has its settings of
+    adapter: Path | None = None  # a PEFT adapter directory, beside `model`
+    lora: LoraConfig | None = None  # of adapters beside `model`; None: whole weights
+
+    @property
+    def place(self) -> Path:
+        """The directory that it is read from."""
+        return self.checkpoint or self.adapter or self.model
 
     @property
     def digest(self) -> Any:
-        """Digest of everything that the model is.  Raises OSError, RunDirectoryError."""
+        """Digest of all that the model is, but for what adapters are beside.  Raises OSError, RunDirectoryError."""
+        if self.adapter is not None:
+            return {name: entry.digest for name, entry in look_at_adapter(self.adapter).items()}
         if self.checkpoint is None:
             return {name: entry.digest for name, entry in look_at_model(self.model).items()}
         return checkpoint_digest(self.checkpoint) + ("-average" if self.is_average else "")
 
-    def weights(self, place: Path) -> Path:
+    def weights(self, place: Path, *, as_adapter: bool = False) -> Path:
         """An HF checkpoint with its weights, which are verified; one that has to be written is `place`.
 
-        Raises CheckpointError, ConfigError.
+        as_adapter: a PEFT adapter directory instead.  Raises CheckpointError, ConfigError.
         """
         if self.checkpoint is None:
-            return self.model
+            return self.place
         # Loads torch, which an evaluation of an HF checkpoint and one that is complete do not need here.
-        from rlhpc.training.checkpoint_export import export_hf
+        from rlhpc.training.checkpoint_export import export_adapter, export_hf
 
         try:
-            export_hf(self.checkpoint, self.model, place, is_average=self.is_average)
+            export = export_adapter if as_adapter else export_hf
+            export(self.checkpoint, self.model, place, is_average=self.is_average)
         except DamagedCheckpoint as error:
             raise CheckpointError(f"{error}; `rlhpc evaluate RUN_DIR DATA --step N` takes another") from error
         return place
@@ -95,9 +117,56 @@ def find_target(path: Path, step: int | None) -> Target:
         raise ConfigError(
             f"{path}: no such directory; legal: an HF checkpoint, or a run directory (`rlhpc list` shows your runs)"
         )
+    home = Path("evaluations").absolute()
+    if (path / PEFT_CONFIG).is_file():
+        base = Path(str(object_in(path / PEFT_CONFIG).get("base_model_name_or_path", "")))
+        return Target(path.name, home, None, None, base, adapter=path.absolute())
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{path}: neither an HF checkpoint directory (no config.json) nor a run directory")
-    return Target(path.name, Path("evaluations").absolute(), None, None, path)
+        raise ConfigError(
+            f"{path}: neither an HF checkpoint directory (no config.json) nor an adapter of PEFT (no {PEFT_CONFIG}) "
+            "nor a run directory"
+        )
+    return Target(path.name, home, None, None, path)
+
+
+def find_targets(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[list[Target], int]:
+    """Models that a command names, and how many were passed over: steps that are not sound, told by name.
+
+    Raises as find_target does, where it is the only one.
+    """
+    found, num_refused = list[Target](), 0
+    models = [without_dots(path) for path in (options.model, *(options.others or ()))]
+    places = [(model, step) for model in models for step in _steps_of(options, model)]
+    for model, step in places:
+        try:
+            target = find_target(model, step)
+            found.append(target if options.run is None else with_settings_of(target, without_dots(options.run)))
+        except (ConfigError, CheckpointError) as error:
+            if len(places) == 1:
+                raise
+            tell(f"{model}{'' if step is None else f', step {step},'} is not evaluated: {error}")
+            num_refused += 1
+    return found, num_refused
+
+
+def _steps_of(options: argparse.Namespace, model: Path) -> list[int | None]:
+    """Steps of a run that are meant; None: the newest, or no run.  Raises ConfigError."""
+    if options.steps is None or not RunLayout(model).is_run:
+        if options.steps is not None and not options.others:
+            raise ConfigError(f"--steps {options.steps}: {model} is not a run directory")
+        return [options.step]
+    if options.step is not None:
+        raise ConfigError(f"--step {options.step}: not with --steps, which names steps too")
+    known = [step for step, _ in KnownCheckpoints(RunLayout(model).checkpoints, read_up_to_bytes=0).steps()]
+    if options.steps == "all":
+        if not known:
+            raise CheckpointError(f"{RunLayout(model).checkpoints}: no checkpoint")
+        return [*sorted(known)]
+    try:
+        return [*sorted({int(word) for word in options.steps.split(",")})]
+    except ValueError:
+        there = ", ".join(map(str, sorted(known))) or "none"
+        raise ConfigError(f"--steps {options.steps}; legal: all, or steps such as 10,20; there are {there}") from None
 
 
 def with_settings_of(target: Target, run: Path) -> Target:
@@ -110,12 +179,17 @@ def with_settings_of(target: Target, run: Path) -> Target:
             f"--run {run}: {target.title} is of a run, whose settings it has; legal: with an HF checkpoint"
         )
     settings = read_resolved(RunLayout(run))[0] if run.is_dir() else load_config(run)
-    return replace(target, settings=settings)
+    if target.adapter is None:
+        return replace(target, settings=settings, run=run.absolute())
+    named, model = target.model, settings.model.path
+    if (named / "config.json").is_file() and base_digest(named) != base_digest(model):
+        raise ConfigError(f"{target.adapter}: belongs to {named}, and --run {run} has the model {model}, other weights")
+    return replace(target, settings=settings, run=run.absolute(), model=model)
 
 
 def target_of(config: Config) -> Target:
     """A run as it begins."""
-    return Target(config.run.name, RunLayout(config.run_directory).evaluations, config, None, config.model.path)
+    return _of_settings(config, RunLayout(config.run_directory))
 
 
 def target_of_run(layout: RunLayout) -> Target:
@@ -126,7 +200,27 @@ def target_of_run(layout: RunLayout) -> Target:
             f"{layout.root}: supervised fine-tuning, whose settings say neither how to sample nor how to judge; legal: "
             f"`rlhpc evaluate {quoted(layout.model)} --run RUN.toml`, with the run file of an RL run"
         )
-    return Target(config.run.name, layout.evaluations, config, None, config.model.path)
+    return _of_settings(config, layout)
+
+
+def _of_settings(config: Config, layout: RunLayout) -> Target:
+    lora = config.lora.model_copy(update={"initial": None}) if sends_adapters(config) else None
+    return Target(config.run.name, layout.evaluations, config, None, config.model.path, lora=lora)
+
+
+def with_adapter(target: Target) -> Target:
+    """A PEFT adapter with its settings, beside its base.  Raises ConfigError if it is damaged, or of another base."""
+    if target.adapter is None:
+        return target
+    if not (target.model / "config.json").is_file():
+        raise ConfigError(
+            f"{target.adapter}: its base {str(target.model)!r} is no directory here; legal: --run RUN, a run file or "
+            "directory with the model that it belongs to"
+        )
+    lora = settings_of_peft(target.adapter, target.model)
+    if target.settings is not None and target.settings.lora.rank:
+        lora = lora.model_copy(update={"quantization": target.settings.lora.quantization})
+    return replace(target, lora=lora)
 
 
 def _of_run(layout: RunLayout, step: int | None) -> Target:
@@ -183,19 +277,12 @@ def document_without_run(
 
 
 def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_gpus: bool = True) -> Config:
-    """has_gpus: where its engines run.
+    """Settings of an evaluation; where engines do not hold a run's adapters, those of weights merged with them.
 
-    Raises ConfigError: a key that an evaluation does not have, and what config_file.load_config raises.
+    has_gpus: where its engines run.
+    Raises ConfigError: a key that an evaluation does not have, and what config_file.load_config raises; OSError.
     """
-    for word in words:
-        key = word.partition("=")[0].strip()
-        if key == "generation.temperature":
-            raise ConfigError(f"{word!r}: an evaluation has --temperature for it")
-        if key == "data.path":
-            raise ConfigError(f"{word!r}: the dataset is the second argument of `rlhpc evaluate`")
-        if key.partition(".")[0] not in OPEN and key not in OPEN_KEYS:
-            legal = ", ".join((*(f"{section}.…" for section in OPEN), *OPEN_KEYS))
-            raise ConfigError(f"{word!r}: not a setting of an evaluation; legal: {legal}")
+    _refuse_other_words(words)
     # Seeds: what a killed evaluation had begun is drawn again alike.  An engine has its GPUs to itself, and takes what
     # is free; on CPU it takes what it is told.
     data_here = {"path": str(data), "split": "", "shuffle": True, **_NO_SOURCE}
@@ -218,8 +305,10 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_g
             f'data.environment="{AGENT}": agents are not evaluated; legal: data.environment= with a data.task that '
             "judges one turn"
         )
+    if target.lora is not None:
+        document["lora"] = target.lora.model_dump(mode="json")
     try:
-        return settled(document, words, "evaluation")
+        config = settled(document, words, "evaluation")
     except ConfigError as error:
         if target.settings is not None or "missing; it has no default" not in str(error):
             raise
@@ -227,6 +316,36 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_g
             f"{error}\n{target.model}: an HF checkpoint says none of this; legal: --run RUN.toml, a run file or "
             "directory whose settings it is evaluated with"
         ) from None
+    why = "" if target.lora is None else _why_merged(config, has_gpus=has_gpus)
+    if why and target.adapter is not None:
+        raise ConfigError(f"{target.adapter}: {why}")
+    return evaluation_config(replace(target, lora=None), data, words, has_gpus=has_gpus) if why else config
+
+
+def _refuse_other_words(words: Sequence[str]) -> None:
+    for word in words:
+        key = word.partition("=")[0].strip()
+        if key == "generation.temperature":
+            raise ConfigError(f"{word!r}: an evaluation has --temperature for it")
+        if key == "data.path":
+            raise ConfigError(f"{word!r}: the dataset is the second argument of `rlhpc evaluate`")
+        if key.partition(".")[0] not in OPEN and key not in OPEN_KEYS:
+            legal = ", ".join((*(f"{section}.…" for section in OPEN), *OPEN_KEYS))
+            raise ConfigError(f"{word!r}: not a setting of an evaluation; legal: {legal}")
+
+
+def _why_merged(config: Config, *, has_gpus: bool) -> str:
+    """Return why an engine does not hold the adapters of these settings; "": it does.  Raises OSError."""
+    if config.generation.engine != "vllm":
+        return f"generation.engine={config.generation.engine!r}: holds no adapters; legal: 'vllm'"
+    try:
+        model, device = config.model.path, "cuda" if has_gpus else "cpu"
+        layers = chosen_layers(config.lora, stored_matrices(model))
+        refuse_unserved_adapters(config, layers, object_in(model / "config.json"), device=device)
+    except (ConfigError, NotSafetensors) as error:
+        return str(error)
+    is_of_experts = any(".experts." in f"{name}." for name in layers)
+    return "lora.rslora=true: PEFT joins adapters of experts" if is_of_experts and config.lora.rslora else ""
 
 
 def _said(key: str, words: Sequence[str], otherwise: str) -> str:

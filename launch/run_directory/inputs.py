@@ -24,6 +24,7 @@ from rlhpc.base.files import write_atomically
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config
 from rlhpc.data.files import dataset_files
+from rlhpc.models.adapter import PEFT_CONFIG, PEFT_WEIGHTS
 from rlhpc.models.weights import NotSafetensors, read_header
 from rlhpc.protocol.errors import DataError, RunDirectoryError
 
@@ -81,6 +82,11 @@ def look_at_model(model: Path, known: Mapping[str, InputFile] = MappingProxyType
     """Read the files of an HF checkpoint, as look_at_inputs does."""
     weights = sorted(path.name for path in model.glob(f"*{WEIGHTS}"))
     return _read_all({name: model / name for name in (*MODEL_FILES, *weights)}, known)
+
+
+def look_at_adapter(directory: Path) -> Entries:
+    """Read the files of a PEFT adapter directory, as look_at_inputs does."""
+    return _read_all({name: directory / name for name in (PEFT_CONFIG, PEFT_WEIGHTS)}, {})
 
 
 def look_at_data(data: Path, split: str = "", known: Mapping[str, InputFile] = MappingProxyType({})) -> Entries:

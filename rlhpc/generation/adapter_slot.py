@@ -19,10 +19,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from vllm.lora.layers import FusedMoEWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import register_model_loader
@@ -30,21 +32,25 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from rlhpc.generation.vllm_start import FOUR_BITS
-from rlhpc.models.adapter import is_quantised
+from rlhpc.models.adapter import PEFT_PREFIX, PEFT_WEIGHTS, is_quantised
+from rlhpc.models.weights import NotSafetensors, read_header
 from rlhpc.protocol.errors import GroupFailed
 from rlhpc.protocol.types import WeightManifest
 from rlhpc.weights.four_bits import in_four_bits, unpacked
 
-POLICY = 1  # vLLM's number of the adapter that all requests are sampled with
+POLICY = 1  # vLLM's number of the adapter that a version is; an evaluation has others beside it
 NUM_MATRICES, DOWN = 3, 1  # of an expert, in vLLM's order: gate, down, up
 WARM_UP_RANK = 1  # of the zeros that it is registered with; vLLM keeps them in host memory
 TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 
 
-def policy_adapter() -> Any:
-    """vLLM's LoRARequest for the policy's adapter."""
+def adapter_request(number: int = POLICY) -> Any:
+    """vLLM's LoRARequest for one of the adapters."""
     # No file: every worker has it under this number before the first request (AdapterSlot).
-    return LoRARequest(lora_name="policy", lora_int_id=POLICY, lora_path="memory:")
+    return LoRARequest(lora_name=f"adapter-{number}", lora_int_id=number, lora_path="memory:")
+
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of PEFT's files
 
 
 class _Pair(NamedTuple):
@@ -63,29 +69,36 @@ class _SlotPart(NamedTuple):
 
 
 class AdapterSlot:
-    """The policy's adapter in one worker."""
+    """The policy's adapter in one worker, or several of the same modules, each in a slot."""
 
-    def __init__(self, runner: Any, *, rank: int, modules: Iterable[str], base: str) -> None:
-        """Register an adapter of zeros and put it into its slot.
+    def __init__(self, runner: Any, *, rank: int, modules: Iterable[str], base: str, num_adapters: int = 1) -> None:
+        """Register adapters of zeros and put them into their slots.
 
         runner: the worker's model runner, of an engine that was started for adapters and has no requests yet.
         rank, modules: of every version.  base: digest of the weights that the engine holds; "": not known.
         Raises GroupFailed for a module for which vLLM holds no adapter.
         """
-        request = policy_adapter()
-        runner.lora_manager.add_dummy_lora(request, rank=WARM_UP_RANK)
-        runner.lora_manager.add_adapter(request)
+        numbers = range(POLICY, POLICY + num_adapters)
+        for request in map(adapter_request, numbers):
+            runner.lora_manager.add_dummy_lora(request, rank=WARM_UP_RANK)
+            runner.lora_manager.add_adapter(request)
         manager = runner.get_model().lora_manager
-        self._index: int = manager.lora_index_to_id.index(POLICY)
+        self._indices = {number: manager.lora_index_to_id.index(number) for number in numbers}
         self._layers: dict[str, Any] = dict(manager.modules)
         self._places = dict(_places(manager))
         self._rank, self._modules, self._base = rank, frozenset(modules), base
         if unserved := sorted(self._modules - self._places.keys()):
             raise GroupFailed(f"vLLM keeps no adapter of {', '.join(unserved)}; legal: weights.form='merged'")
-        products = PlainProducts(self._index)
-        for layer in self._layers.values():
-            is_plain = current_platform.is_cpu() and not isinstance(layer, FusedMoEWithLoRA)
-            if is_plain or isinstance(layer, LogitsProcessorWithLoRA):
+        ours = [
+            each
+            for each in self._layers.values()
+            if isinstance(each, LogitsProcessorWithLoRA)
+            or (current_platform.is_cpu() and not isinstance(each, FusedMoEWithLoRA))
+        ]
+        if ours:  # all have one table: adapters are of the language model alone
+            table = None if num_adapters == 1 else ours[0].punica_wrapper
+            products = PlainProducts(tuple(self._indices.values()), table)
+            for layer in ours:
                 layer.set_mapping(products)
 
     def __str__(self) -> str:
@@ -110,8 +123,8 @@ class AdapterSlot:
         for layer, parts in self._by_layer(pairs).items():
             self._refuse_shapes(name, layer, parts)
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], manifest: WeightManifest) -> None:
-        """Overwrite the slot by a version, once its last tensor has come.
+    def load(self, weights: Iterable[tuple[str, Tensor]], manifest: WeightManifest, number: int = POLICY) -> None:
+        """Overwrite an adapter's slot by a version, once its last tensor has come.
 
         Raises GroupFailed as refuse_unfit does, and errors of the iterator; the slot is then unchanged.  On CUDA copies
         may still be under way on the current stream.
@@ -121,16 +134,16 @@ class AdapterSlot:
         assert form is not None
         with torch.no_grad():
             for layer, parts in self._by_layer(pairs).items():
-                self._write(self._layers[layer], parts, form.scale)
+                self._write(self._layers[layer], self._indices[number], parts, form.scale)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the slot, padding included."""
+        """Yield the tensors of the policy's slot, padding included."""
         for layer in self._layers.values():
             for pair in _buffers(layer):
-                yield pair.a[self._index]
-                yield pair.b[self._index]
+                yield pair.a[self._indices[POLICY]]
+                yield pair.b[self._indices[POLICY]]
 
-    def _write(self, layer: Any, parts: Sequence[_Pair | None], scale: float) -> None:
+    def _write(self, layer: Any, index: int, parts: Sequence[_Pair | None], scale: float) -> None:
         """Zero the layer's part of the slot, then fill it with this rank's shares, as vLLM would."""
         to = _buffers(layer)[0].a.device
         a = [None if pair is None else pair.a.to(to, non_blocking=True) for pair in parts]
@@ -139,9 +152,9 @@ class AdapterSlot:
         if isinstance(layer, FusedMoEWithLoRA):
             a, b = _of_all_experts(a), _of_all_experts(b)
         if len(parts) == 1:
-            layer.set_lora(self._index, a[0], b[0])
+            layer.set_lora(index, a[0], b[0])
         else:
-            layer.set_lora(self._index, a, b)
+            layer.set_lora(index, a, b)
 
     def _by_layer(self, pairs: Mapping[str, _Pair]) -> dict[str, list[_Pair | None]]:
         """Adapters of the modules that each layer joins, None for modules without."""
@@ -165,17 +178,39 @@ class AdapterSlot:
                 )
 
 
+def read_peft(directory: Path) -> list[tuple[str, Tensor]]:
+    """A and B of a PEFT adapter directory by the names of a version.  Raises NotSafetensors, OSError."""
+    file = directory / PEFT_WEIGHTS
+    content = bytearray(file.read_bytes())
+    found = list[tuple[str, Tensor]]()
+    for name, stored in read_header(file).items():
+        if stored.end > len(content) or stored.dtype not in _DTYPES:
+            raise NotSafetensors(f"{name}: {stored.dtype} in bytes {stored.begin} to {stored.end} of {len(content)}")
+        numbers = torch.frombuffer(memoryview(content)[stored.begin : stored.end], dtype=_DTYPES[stored.dtype])
+        found.append((name.removeprefix(PEFT_PREFIX), numbers.view(stored.shape)))
+    return found
+
+
 class PlainProducts:
-    """Products with the adapter of one slot, for every token there is.
+    """Products with adapters in their slots, each for the rows of a step that are its own.
 
     Replaces vLLM's in two cases.  On CPU vLLM's copies A and B out of the stack for each token: a third of the tokens
     per second at rank 8.  At the head, on any device, it takes one row per request, which is wrong when a row is
     scored and every token of a prompt has logits.
     """
 
-    def __init__(self, index: int) -> None:
-        """index: of the slot."""
-        self._index = index
+    def __init__(self, indices: Sequence[int], table: Any = None) -> None:
+        """indices: of the slots.  table: vLLM's, of the slot of each row; None: all rows are of the only one."""
+        self._indices, self._table = indices, table
+        self._rows = dict[bool, list[tuple[int, Any]]]()  # by whether they are those of the head
+        if table is not None:
+            update = table.update_metadata
+
+            def updated(*args: Any, **options: Any) -> None:
+                self._rows.clear()
+                update(*args, **options)
+
+            table.update_metadata = updated
 
     def add_lora_linear(
         self,
@@ -188,18 +223,38 @@ class PlainProducts:
         **_: Any,
     ) -> None:
         """y[:, slice] += scale · x Aᵀ Bᵀ for each of a layer's modules; x [tokens, in], y [tokens, out]."""
-        x, y, start = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1]), 0
-        for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            low = torch.nn.functional.linear(x, a[self._index, 0])
-            y[:, start : start + size].addmm_(low, b[self._index, 0].t(), alpha=scale)
-            start += size
+        x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        for index, rows in self._shares(is_head=False):
+            own, start = x[rows], 0
+            for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                _add(y[:, start : start + size], rows, functional.linear(own, a[index, 0]), b[index, 0], scale)
+                start += size
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
     ) -> None:
         """y += scale · x Aᵀ Bᵀ in the dtype of the logits y [rows, vocabulary or more]; x [rows, hidden]."""
-        a, b = (stacked[self._index, 0].to(y.dtype) for stacked in (lora_a_stacked, lora_b_stacked))
-        y[:, : len(b)].addmm_(torch.nn.functional.linear(x.to(y.dtype), a), b.t(), alpha=scale)
+        for index, rows in self._shares(is_head=True):
+            a, b = (stacked[index, 0].to(y.dtype) for stacked in (lora_a_stacked, lora_b_stacked))
+            _add(y[:, : len(b)], rows, functional.linear(x[rows].to(y.dtype), a), b, scale)
+
+    def _shares(self, *, is_head: bool) -> list[tuple[int, Any]]:
+        """Slots that a step has rows of, and which: an index of rows."""
+        if self._table is None:
+            return [(self._indices[0], slice(None))]
+        if is_head not in self._rows:
+            slots = self._table.sampler_indices if is_head else self._table.token_lora_indices
+            rows = [(index, (slots == index).nonzero()[:, 0]) for index in self._indices]
+            self._rows[is_head] = [(index, own) for index, own in rows if len(own)]
+        return self._rows[is_head]
+
+
+def _add(y: Tensor, rows: Any, low: Tensor, b: Tensor, scale: float) -> None:
+    """y[rows] += scale · low Bᵀ; y: may be a part of others' columns."""
+    if isinstance(rows, slice):
+        y[rows].addmm_(low, b.t(), alpha=scale)
+    else:
+        y[rows] = torch.addmm(y[rows], low, b.t(), alpha=scale)
 
 
 def _places(manager: Any) -> Iterator[tuple[str, _SlotPart]]:

@@ -26,12 +26,12 @@ def engine_seed(run_seed: int, replica: int) -> int:
 
 
 async def start_engine(
-    config: Config, *, seed: int, make_decode: Callable[[], Decode] = lambda: no_text
+    config: Config, *, seed: int, make_decode: Callable[[], Decode] = lambda: no_text, num_adapters: int = 1
 ) -> GenerationEngine:
     """Start one replica's engine; it is ready to sample.
 
     seed: differs between replicas, for draws that (run, group, sample) do not determine.  make_decode: returns the
-    decoder; called if the run has stop strings.
+    decoder; called if the run has stop strings.  num_adapters: how many vLLM holds at once.
     Raises EngineError and leaves no process behind.
     """
     decode = make_decode() if config.generation.stop else no_text
@@ -49,7 +49,7 @@ async def start_engine(
     with loading_libraries():
         from rlhpc.generation.vllm_engine import VllmEngine
 
-    return await VllmEngine.start(config, seed=seed, decode=decode)
+    return await VllmEngine.start(config, seed=seed, decode=decode, num_adapters=num_adapters)
 
 
 def _receiver(timeout_s: float, transport: str) -> WeightReceiver:

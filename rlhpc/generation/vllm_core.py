@@ -35,7 +35,7 @@ from rlhpc.protocol.types import Float32
 
 YIELD_S = 0.001  # while requests wait and none can be scheduled
 LAST_STEP_S = 30.0  # at the exit of the process, for the last step and vLLM's teardown
-MakeRequest = Callable[[dict[str, Any], Any, str, int], Any]  # raises ValueError for a refused request
+MakeRequest = Callable[[dict[str, Any], Any, str, int, int], Any]  # raises ValueError for a refused request
 
 
 class CoreDied(Exception):
@@ -64,13 +64,14 @@ class RunningCore(ABC):
         request_id: str,
         *,
         priority: int = 0,
+        adapter: int = 1,
         search: StopSearch | None = None,
     ) -> FinishedSample:
         """Return a request's result when it has ended; if the caller is cancelled, the request is aborted.
 
-        prompt: "prompt_token_ids" and "cache_salt".  search: for stop strings; it has read the prefix and is owned by
-        the core from now on; tokens behind a stop string are not counted, shown or returned.  Raises ValueError if vLLM
-        refuses the request.
+        prompt: "prompt_token_ids" and "cache_salt".  adapter: its number, if the core holds any.  search: for stop
+        strings; it has read the prefix and is owned by the core from now on; tokens behind a stop string are not
+        counted, shown or returned.  Raises ValueError if vLLM refuses the request.
         """
 
     @abstractmethod
@@ -179,7 +180,7 @@ class CoreProcesses(RunningCore):
 
         require(OF_ASYNC_LLM, of=llm, called="AsyncLLM")
         require(OF_DETOKENIZER, of=IncrementalDetokenizer, called="IncrementalDetokenizer")
-        self._llm, self.vllm_config, self._adapter = llm, llm.vllm_config, _adapter_of(llm.vllm_config)
+        self._llm, self.vllm_config = llm, llm.vllm_config
         self._asked: dict[str, _FrontEndRequest] = {}
         self._outputs, self._next_outputs = llm.engine_core.outputs_queue, llm.engine_core.get_output_async
         self._front_end_waits = True  # for outputs: all earlier ones have been passed to their requests
@@ -192,16 +193,18 @@ class CoreProcesses(RunningCore):
         request_id: str,
         *,
         priority: int = 0,
+        adapter: int = 1,
         search: StopSearch | None = None,
     ) -> FinishedSample:
         """See RunningCore."""
+        lora = _adapter_of(self.vllm_config, adapter)
         asked = self._asked[request_id] = _FrontEndRequest(search, 0 if search is None else search.num_tokens)
         if search is not None:
             from vllm.sampling_params import RequestOutputKind  # as in _engine_core
 
             params.output_kind = RequestOutputKind.CUMULATIVE  # an output after every step, of all tokens so far
         try:
-            answers = self._llm.generate(prompt, params, request_id, lora_request=self._adapter, priority=priority)
+            answers = self._llm.generate(prompt, params, request_id, lora_request=lora, priority=priority)
             async with contextlib.aclosing(answers):  # aborts a request that has not ended
                 async for answer in answers:
                     if (finished := _finished(answer, asked)) is not None:
@@ -356,7 +359,7 @@ class CoreThread(RunningCore):
     def __init__(self, vllm_config: Any, make_core: Callable[[], Any], make_request: MakeRequest) -> None:
         """Make the core on a thread of its own; blocks until it is ready.  Raises as make_core.
 
-        make_core: vLLM's EngineCore.  make_request: (prompt, parameters, id, priority) → the core's request.
+        make_core: vLLM's EngineCore.  make_request: (prompt, parameters, id, priority, adapter) → the core's request.
         """
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -391,11 +394,12 @@ class CoreThread(RunningCore):
         request_id: str,
         *,
         priority: int = 0,
+        adapter: int = 1,
         search: StopSearch | None = None,
     ) -> FinishedSample:
         """See RunningCore."""
         self._require_life()
-        request = self._make_request(prompt, params, request_id, priority)
+        request = self._make_request(prompt, params, request_id, priority, adapter)
         ended: asyncio.Future[FinishedSample] = self._loop.create_future()
         sample = self._samples[request_id] = _Sample(len(prompt["prompt_token_ids"]), ended, search)
         self._commands.put(partial(self._add, request))
@@ -616,21 +620,20 @@ def _request_maker(vllm_config: Any) -> MakeRequest:
     from vllm.renderers.registry import renderer_from_config
     from vllm.v1.engine.input_processor import InputProcessor
 
-    processor, adapter = InputProcessor(vllm_config, renderer_from_config(vllm_config)), _adapter_of(vllm_config)
+    processor = InputProcessor(vllm_config, renderer_from_config(vllm_config))
 
-    def request_of(prompt: dict[str, Any], params: Any, request_id: str, priority: int) -> Any:
+    def request_of(prompt: dict[str, Any], params: Any, request_id: str, priority: int, adapter: int) -> Any:
+        lora = _adapter_of(vllm_config, adapter)
         tokens = tokens_input(prompt["prompt_token_ids"], cache_salt=prompt["cache_salt"])
-        return processor.process_inputs(
-            request_id, tokens, params, ("generate",), lora_request=adapter, priority=priority
-        )
+        return processor.process_inputs(request_id, tokens, params, ("generate",), lora_request=lora, priority=priority)
 
     return request_of
 
 
-def _adapter_of(vllm_config: Any) -> Any:
-    """The adapter of every request; None: versions are whole weights."""
+def _adapter_of(vllm_config: Any, number: int) -> Any:
+    """The adapter of a request; None: versions are whole weights."""
     if vllm_config.lora_config is None:
         return None
-    from rlhpc.generation.adapter_slot import policy_adapter  # as above
+    from rlhpc.generation.adapter_slot import adapter_request  # as above
 
-    return policy_adapter()
+    return adapter_request(number)

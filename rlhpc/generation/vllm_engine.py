@@ -13,7 +13,9 @@ import gc
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.config.rules import Config
@@ -38,13 +40,13 @@ from rlhpc.models.adapter import (
     base_digest,
     base_name,
     chosen_layers,
-    matrices_of,
     refuse_unserved_adapters,
     sends_adapters,
+    stored_matrices,
 )
-from rlhpc.models.weights import object_in, read_header, refuse_other_weights, weight_files
+from rlhpc.models.weights import object_in, refuse_other_weights
 from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
-from rlhpc.protocol.errors import ConfigError, EngineError
+from rlhpc.protocol.errors import ConfigError, EngineError, GroupFailed
 from rlhpc.protocol.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 if TYPE_CHECKING:
@@ -128,6 +130,7 @@ class VllmEngine(GenerationEngine):
         self._weight_devices: tuple[str, ...] = ()
         self._policy_version = NO_VERSION
         self._num_updates = 0
+        self._num_loads: Counter[int] = Counter()  # of each adapter from files
         self._num_tokens = 0
         self._death = ""  # why this engine is dead; "" while it is alive
         self._is_closed = False
@@ -143,21 +146,25 @@ class VllmEngine(GenerationEngine):
         clock: Clock = time.monotonic,
         is_apart: bool = False,
         decode: Decode = no_text,
+        num_adapters: int = 1,
     ) -> VllmEngine:
         """Start vLLM on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
 
-        is_apart: in a separate process, as always on CUDA, and with weights.staging = "paused".  decode: for stop
-        strings.  Sets environment variables of this process.  Raises EngineError and leaves no process behind.
+        is_apart: in a process of its own, which is always so on CUDA, and with weights.staging = "paused".  decode: for
+        stop strings.  num_adapters: how many it holds at once, if [lora] says that it holds any.
+        Sets environment variables of this process.  Raises EngineError and leaves no process behind.
         """
         is_apart = is_apart or config.weights.staging == "paused"  # whose tests fail with the core on a thread
         _refuse_weights_it_would_make_up(config)
         adapted, base = _adapted_modules(config)
-        profile = engine_profile(config, seed=seed, device=device_here(), is_apart=is_apart, adapted=adapted)
+        profile = engine_profile(
+            config, seed=seed, device=device_here(), is_apart=is_apart, adapted=adapted, num_adapters=num_adapters
+        )
         engine = cls(*start_vllm(profile), config, clock, decode)
         try:
             await engine._prepare()
             if adapted:
-                await engine._rpc("rlhpc_hold_adapters", config.lora.rank, adapted, base)
+                await engine._rpc("rlhpc_hold_adapters", config.lora.rank, adapted, base, num_adapters)
         except BaseException:  # nothing is survived, but no process of an engine may be left behind
             await engine.close()
             raise
@@ -277,6 +284,14 @@ class VllmEngine(GenerationEngine):
         self._require_life()
         return await self._weights.receive(manifest)
 
+    async def load_adapter(self, number: int, directory: Path, scale: float, base: str) -> None:
+        """See GenerationEngine."""
+        self._require_life()
+        for refusal in await self._rpc("rlhpc_load_adapter", number, str(directory), scale, base):
+            if refusal:
+                raise GroupFailed(refusal)
+        self._num_loads[number] += 1
+
     async def leave_weights(self) -> None:
         """See GenerationEngine."""
         if not self._death:
@@ -315,19 +330,26 @@ class VllmEngine(GenerationEngine):
         while True:
             flight.submit(self._policy_version)
             output = await self._output_of(
-                request_id, tokens, params, search=search if request.sampling.stop_strings else None
+                request_id,
+                tokens,
+                params,
+                adapter=request.adapter,
+                search=search if request.sampling.stop_strings else None,
             )
             is_kept = flight.may_keep()
             if is_kept or flight.is_aborted:
                 return output if is_kept else None
             _, search = searched(request, self._decode)
 
-    async def _output_of(self, request_id: str, tokens: list[int], params: Any, **options: Any) -> FinishedSample:
+    async def _output_of(
+        self, request_id: str, tokens: list[int], params: Any, adapter: int = 1, **options: Any
+    ) -> FinishedSample:
         # A new request must not combine new weights with the KV cache of older ones.  The count, not the version: after
-        # a restart the same number means other weights.
-        prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
+        # a restart the same number means other weights.  vLLM itself tells adapters apart by their numbers.
+        salt = f"{self._policy_version}.{self._num_updates}.{self._num_loads[adapter]}"
+        prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
         try:
-            return await self._llm.sample(prompt, params, request_id, **options)
+            return await self._llm.sample(prompt, params, request_id, adapter=adapter, **options)
         except (asyncio.CancelledError, ValueError):
             raise
         except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
@@ -409,8 +431,7 @@ def _adapted_modules(config: Config) -> tuple[list[str], str]:
         return [], ""
     path = config.model.path
     try:
-        shapes = {name: each.shape for file in weight_files(path) for name, each in read_header(file).items()}
-        layers = chosen_layers(config.lora, matrices_of(shapes))
+        layers = chosen_layers(config.lora, stored_matrices(path))
         refuse_unserved_adapters(config, layers, object_in(path / "config.json"), device=device_here())
         return list(layers), base_name(config.lora, base_digest(path))
     except (ConfigError, OSError) as error:

@@ -91,11 +91,18 @@ class EngineProfile:
 
 
 def engine_profile(
-    config: Config, *, seed: int, device: str, is_apart: bool = False, adapted: Iterable[str] = ()
+    config: Config,
+    *,
+    seed: int,
+    device: str,
+    is_apart: bool = False,
+    adapted: Iterable[str] = (),
+    num_adapters: int = 1,
 ) -> EngineProfile:
     """The profile of one replica.  device: "cpu" or "cuda".  is_apart: in processes of its own on any device.
 
-    adapted: modules with adapters.  Raises EngineError if run.deterministic=true is impossible on the device.
+    adapted: modules with adapters, of which it holds num_adapters at once.
+    Raises EngineError if run.deterministic=true is impossible on the device.
     """
     is_cpu = device == "cpu"
     environment = dict(COMMON_ENVIRONMENT)
@@ -112,7 +119,7 @@ def engine_profile(
         environment |= ONE_WORKER_ON_CPU
     engine_args = _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config))
     if names := sorted({(projection_of(name).rpartition(".")[0] or name).rpartition(".")[2] for name in adapted}):
-        engine_args |= _adapter_args(config, names)
+        engine_args |= _adapter_args(config, names, num_adapters)
         if config.lora.quantization != "off":
             engine_args["load_format"] = FOUR_BITS
     return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
@@ -164,10 +171,10 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
     return args
 
 
-def _adapter_args(config: Config, names: list[str]) -> dict[str, Any]:
+def _adapter_args(config: Config, names: list[str], num_adapters: int) -> dict[str, Any]:
     """Engine arguments for adapters; names: last parts of adapted layers' names in vLLM; no other layer pays."""
     rank = room_for(config.lora.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": names}
+    return {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": rank, "lora_target_modules": names}
 
 
 def _cpu_args(config: Config) -> dict[str, Any]:

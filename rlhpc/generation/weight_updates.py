@@ -40,15 +40,17 @@ from torch import Tensor
 
 from rlhpc.base.patience import Deadline
 from rlhpc.config.rules import Config
-from rlhpc.generation.adapter_slot import AdapterSlot
+from rlhpc.generation.adapter_slot import AdapterSlot, read_peft
 from rlhpc.generation.reload_plan import WeightReload
 from rlhpc.generation.vllm_core import RunningCore
 from rlhpc.generation.vllm_start import SignalShield, device_here, num_gpus_here
 from rlhpc.metrics.meters import BusyClock
+from rlhpc.models.adapter import A
+from rlhpc.models.weights import NotSafetensors
 from rlhpc.protocol.contracts import Clock, WeightReceiver, WeightTiming
 from rlhpc.protocol.errors import GroupFailed, RlhpcError, TornWeights
-from rlhpc.protocol.types import WeightGroup, WeightManifest
-from rlhpc.weights.buckets import manifest_bytes
+from rlhpc.protocol.types import AdapterForm, TensorSpec, WeightGroup, WeightManifest
+from rlhpc.weights.buckets import make_manifest, manifest_bytes
 from rlhpc.weights.checksums import checksum_of, joined
 from rlhpc.weights.factory import make_receiver
 from rlhpc.weights.memory import (
@@ -286,9 +288,24 @@ class WeightUpdateExtension:
         self._rlhpc_shield = SignalShield()
         self._rlhpc_shield.follow(parent_pid)
 
-    def rlhpc_hold_adapters(self, rank: int, modules: list[str], base: str) -> None:
+    def rlhpc_hold_adapters(self, rank: int, modules: list[str], base: str, num_adapters: int) -> None:
         """Expect adapters of this rank and these modules from now on; base: digest of the weights held here."""
-        self._rlhpc_slot = AdapterSlot(self.model_runner, rank=rank, modules=modules, base=base)
+        self._rlhpc_slot = AdapterSlot(
+            self.model_runner, rank=rank, modules=modules, base=base, num_adapters=num_adapters
+        )
+
+    def rlhpc_load_adapter(self, number: int, directory: str, scale: float, base: str) -> str:
+        """Load a PEFT adapter directory into a slot that no request uses; return why not, "" if it is loaded."""
+        assert self._rlhpc_slot is not None
+        try:
+            tensors = read_peft(Path(directory))
+            specs = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in tensors]
+            rank = next(tensor.shape[0] for name, tensor in tensors if name.endswith(A))
+            manifest = make_manifest(0, 0, specs, 1 << 20, AdapterForm(rank, scale, base))
+            self._rlhpc_slot.load(tensors, manifest, number)
+        except (GroupFailed, NotSafetensors, OSError) as error:
+            return f"{directory}: {error}"
+        return ""
 
     def rlhpc_heed_signals(self) -> None:
         """Restore the signals that rlhpc_follow_parent ignores, so that vLLM can end its processes."""

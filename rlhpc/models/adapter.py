@@ -77,6 +77,12 @@ def matrices_of(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, in
     }
 
 
+def stored_matrices(model: Path) -> dict[str, tuple[int, int]]:
+    """The matrices of a checkpoint directory, by the headers of its files.  Raises NotSafetensors, OSError."""
+    files = weight_files(model)
+    return matrices_of({name: each.shape for file in files for name, each in read_header(file).items()})
+
+
 def _role(module: str) -> str:
     """The role of a layer; "" for one that takes no adapter."""
     *path, last = module.split(".")
@@ -203,6 +209,7 @@ def settings_of(record: Mapping[str, Any]) -> LoraConfig:
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # before every name in its files
+_MATRIX = re.compile(r"\.lora_[AB]\.weight$")
 
 # Settings of a PEFT adapter that would make another function of its tensors, and their plain values.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
@@ -223,9 +230,6 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 def peft_config(settings: LoraConfig, layers: Matrices, matrices: Matrices, base: Path) -> dict[str, Any]:
     """The content of adapter_config.json for these layers.  matrices: all of the model; base: where that is."""
-    names = _last_parts(layers)
-    if {name for name in matrices if name.rpartition(".")[2] in names} != set(layers):
-        names = list(layers)  # the last parts alone would name others, too
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -234,13 +238,50 @@ def peft_config(settings: LoraConfig, layers: Matrices, matrices: Matrices, base
         "lora_alpha": settings.alpha if settings.alpha % 1 else int(settings.alpha),
         "use_rslora": settings.rslora,
         "lora_dropout": 0.0,
-        "target_modules": sorted(names),
+        "target_modules": sorted(_short_names(layers, matrices)),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": None,
     }
+
+
+def _short_names(layers: Collection[str], matrices: Matrices) -> list[str]:
+    """The last parts of names, or whole names where those alone would name other matrices, too."""
+    names = _last_parts(layers)
+    return names if {name for name in matrices if name.rpartition(".")[2] in names} == set(layers) else [*layers]
+
+
+def settings_of_peft(directory: Path, model: Path) -> LoraConfig:
+    """The settings of a PEFT adapter directory beside this model, without its place.
+
+    Raises ConfigError: it is damaged, or not of this model's layers; OSError.
+    """
+    found, file = object_in(directory / PEFT_CONFIG), directory / PEFT_WEIGHTS
+    try:
+        header, matrices = read_header(file), stored_matrices(model)
+    except (FileNotFoundError, NotSafetensors) as error:
+        raise ConfigError(f"{directory}: {error}; copy it again") from error
+    size, end = file.stat().st_size, max((each.end for each in header.values()), default=0)
+    if size != end:
+        raise ConfigError(f"{file}: {size:,} bytes in place of {end:,}; copy it again")
+    layers = dict.fromkeys(_MATRIX.sub("", name.removeprefix(PEFT_PREFIX)) for name in header)
+    if strange := [name for name in layers if name not in matrices]:
+        raise ConfigError(f"{directory}: has an adapter of {strange[0]}, and {model} has no such matrix")
+    targets = _short_names(layers, {name: shape for name, shape in matrices.items() if _role(name)})
+    try:
+        lora = LoraConfig(
+            rank=found["r"],
+            alpha=float(found["lora_alpha"]),
+            rslora=bool(found.get("use_rslora")),
+            targets=tuple(targets),
+            initial=directory,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{directory / PEFT_CONFIG}: not that of an adapter: {error}") from error
+    refuse_other_adapter(lora, chosen_layers(lora, matrices))
+    return lora.model_copy(update={"initial": None})
 
 
 def refuse_other_adapter(settings: LoraConfig, layers: Matrices) -> float:
@@ -316,7 +357,7 @@ def base_digest(directory: Path) -> str:
 
 
 def base_name(settings: LoraConfig, digest: str) -> str:
-    """What a version says of the weights that it is beside: their digest, and how they are quantised; "": not known."""
+    """Name of the weights that a version is beside: their digest, and how they are quantised; "": not known."""
     return f"{digest}-{settings.quantization}" if digest and settings.quantization != "off" else digest
 
 

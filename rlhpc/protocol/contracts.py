@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlhpc.protocol.errors import GroupFailed
 from rlhpc.protocol.types import (
     AdapterForm,
     Float32,
@@ -244,6 +245,14 @@ class GenerationEngine(ABC):
         An aborted request returns normally with FinishReason.ABORT and the tokens so far (perhaps none).
         Raises EngineError if the engine died; cancelling the call aborts the request.
         """
+
+    async def load_adapter(self, number: int, directory: Path, scale: float, base: str) -> None:
+        """Load a PEFT adapter directory as one of the engine's adapters, of which no request is under way.
+
+        number: from 1, RolloutRequest.adapter.  base: name of the weights that it is for; "": not known.
+        Raises GroupFailed if it does not fit, and nothing has changed; EngineError.
+        """
+        raise GroupFailed("this engine holds no adapters")
 
     @abstractmethod
     async def score(self, token_ids: Int32) -> RowScore:

@@ -79,11 +79,12 @@ class RolloutRequest:
     prompt: Prompt
     sampling: SamplingParams
     prefix: Prefix | None = None
+    adapter: int = 1  # of those that the engine holds; 1: the policy's
 
     @property
     def request_id(self) -> str:
         """Unique within an engine as long as a lease is not granted to it twice at once."""
-        return f"{self.group_id}:{self.sample_index}"
+        return f"{self.group_id}:{self.sample_index}" + (f":{self.adapter}" if self.adapter > 1 else "")
 
     @property
     def num_done(self) -> int:

@@ -1,9 +1,12 @@
-"""Samples the prompts of an evaluation and has them judged: `python -m rlhpc.roles.evaluator DIRECTORY --share I/N`.
+"""Samples the prompts of evaluations and has them judged: `python -m rlhpc.roles.evaluator DIRECTORY … --share I/N`.
 
 Input: the settings in the directory, and the samples that are there.  Output: the missing ones of every N-th prompt, in
 samples-I.jsonl; where the dataset has an environment, each is a dialogue of several turns.  One engine with the weights
 of the checkpoint, one pool of reward workers; no controller, no trainer.  A sample is drawn by (seed, prompt, number),
 so that what a killed process had begun is drawn again alike.
+
+Several directories are of LoRA adapters beside one model, which the engine holds once: MOST_ADAPTERS of them at a time,
+so that the next one is sampled while the last long completions of the one before are.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -36,7 +39,7 @@ from rlhpc.metrics.evaluations import (
     read_settings,
 )
 from rlhpc.protocol.contracts import GenerationEngine
-from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError, GroupFailed
 from rlhpc.protocol.messages import TurnReply
 from rlhpc.protocol.types import FinishReason, Rollout, RolloutRequest, SamplingParams, Verdict
 from rlhpc.rewards.code_place import check_sandbox
@@ -46,13 +49,14 @@ from rlhpc.roles.lifecycle import exit_status_of, run_loop, stop_event
 
 log = logging.getLogger("rlhpc.evaluator")
 Answer = TypeVar("Answer", Judgement, TurnReply)
+MOST_ADAPTERS = 8  # that an engine has room for, in an evaluation
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 0 also where it was asked to stop."""
     name_nameless_user()
     parser = argparse.ArgumentParser(prog="python -m rlhpc.roles.evaluator", description=__doc__)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIRECTORY")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="the prompts p with p mod N = I")
     options = parser.parse_args(arguments)
     index, num_shares = map(int, options.share.split("/"))
@@ -62,31 +66,45 @@ def main(arguments: list[str]) -> int:
         format=f"%(asctime)s evaluator-{index} %(name)s %(levelname)s %(message)s",
     )
     leave_no_core_file()
-    return exit_status_of(lambda: run_loop(_evaluate(options.directory, index, num_shares)), log)
+    return exit_status_of(lambda: run_loop(_evaluate(options.directories, index, num_shares)), log)
 
 
-async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
-    settings = read_settings(directory)
-    if settings is None:
-        raise ConfigError(f"{directory}: no {NAME}; `rlhpc evaluate` writes it")
-    stop, config = stop_event(), settings.config
-    there = {(each.prompt, each.sample) for each in read_samples(directory)}
-    mine = [place for place in _places(settings) if place[0] % num_shares == index and place not in there]
-    log.info("%d samples to draw", len(mine))
-    if not mine:
+async def _evaluate(directories: Sequence[Path], index: int, num_shares: int) -> None:
+    stop, missing = stop_event(), list[tuple[Path, EvaluationSettings, list[tuple[int, int]]]]()
+    for directory in directories:
+        settings = read_settings(directory)
+        if settings is None:
+            raise ConfigError(f"{directory}: no {NAME}; `rlhpc evaluate` writes it")
+        there = {(each.prompt, each.sample) for each in read_samples(directory)}
+        mine = [place for place in _places(settings) if place[0] % num_shares == index and place not in there]
+        log.info("%s: %d samples to draw", directory, len(mine))
+        if mine:
+            missing.append((directory, settings, mine))
+    if not missing:
         return
+    config = missing[0][1].config  # all have the same but for their adapters
     if config.generation.engine == "vllm":
         refuse_foreign_network(has_cuda=False, has_vllm=True)
     async with AsyncExitStack() as stack:
-        file = stack.enter_context(SamplesFile(directory, index))
-        seed = engine_seed(config.run.seed, index)
-        engine = await start_engine(config, seed=seed, make_decode=lambda: PromptTokenizer.of(config.model).decode)
+        seed, num_slots = engine_seed(config.run.seed, index), min(len(missing), MOST_ADAPTERS)
+        engine = await start_engine(
+            config, seed=seed, make_decode=lambda: PromptTokenizer.of(config.model).decode, num_adapters=num_slots
+        )
         stack.push_async_callback(engine.close)
         check_sandbox(config.sandbox, is_needed=runs_programs(config))
         num_workers = _share_of_workers(config.rewards.workers_per_replica, num_shares)
         pool = open_pool(config, judged_tasks(config), num_workers, with_environments=True)
         await stack.enter_async_context(pool)
-        await Evaluator(settings, engine, pool, file).sample(mine, stop)
+        free = asyncio.Queue[int]()
+        for number in range(1, 1 + num_slots):
+            free.put_nowait(number)
+        evaluators = [
+            Evaluator(settings, mine, engine, pool, stack.enter_context(SamplesFile(directory, index)), free)
+            for directory, settings, mine in missing
+        ]
+        await draw_all(evaluators, config.generation.max_num_seqs, stop)
+    if refused := [each.refusal for each in evaluators if each.refusal]:
+        raise ConfigError("\n".join(refused))
 
 
 def _share_of_workers(num_workers: int, num_shares: int) -> int:
@@ -99,13 +117,48 @@ def _places(settings: EvaluationSettings) -> Iterator[tuple[int, int]]:
     return ((p, s) for p in range(settings.num_prompts) for s in range(settings.samples_per_prompt))
 
 
+async def draw_all(evaluators: Sequence[Evaluator], num_seqs: int, stop: asyncio.Event) -> None:
+    """Keep an engine busy until all samples are on disk, one evaluation after the other; return early once stopped.
+
+    num_seqs: that the engine decodes at once.  Raises what Evaluator.draw does.
+    """
+    waiting = ((each, *place) for each in evaluators for place in each.places)
+
+    async def work() -> None:
+        for evaluator, prompt, sample in waiting:
+            await evaluator.draw(prompt, sample)
+
+    async with asyncio.TaskGroup() as group:
+        # A quarter more than the engine decodes at once: while some are judged, others take their places.
+        workers = [group.create_task(work()) for _ in range(num_seqs + num_seqs // 4)]
+        watch = group.create_task(_cancel_when(stop, workers))
+        await asyncio.wait(workers)
+        watch.cancel()
+
+
+async def _cancel_when(stop: asyncio.Event, workers: Sequence[asyncio.Task[None]]) -> None:
+    await stop.wait()
+    log.info("asked to stop")
+    for worker in workers:
+        worker.cancel()
+
+
 class Evaluator:
-    """Keeps an engine busy until all samples are on disk."""
+    """Draws, judges and writes the samples of one evaluation; those side by side share engine and pool."""
 
     def __init__(
-        self, settings: EvaluationSettings, engine: GenerationEngine, pool: RewardPool, file: SamplesFile
+        self,
+        settings: EvaluationSettings,
+        places: list[tuple[int, int]],
+        engine: GenerationEngine,
+        pool: RewardPool,
+        file: SamplesFile,
+        free: asyncio.Queue[int],
     ) -> None:
-        self._settings, self._engine, self._pool, self._file = settings, engine, pool, file
+        """places: (prompt, sample) of what is missing.  free: numbers of adapters that no evaluation has."""
+        self._settings, self.places, self._engine, self._pool, self._file = settings, places, engine, pool, file
+        self._free, self._num_left, self._adapter, self._beginning = free, len(places), 0, asyncio.Lock()
+        self.refusal = ""  # why the engine does not take its adapter
         self._prompts: SeededPrompts = open_prompts(settings.config)
         self._tokenizer = PromptTokenizer.of(settings.config.model)
         (self._dataset,) = settings.config.data
@@ -114,33 +167,31 @@ class Evaluator:
         ends = self._tokenizer.ends(generation.stop)
         self._sampling = SamplingParams(generation.max_completion_tokens, settings.temperature, *ends)
 
-    async def sample(self, places: list[tuple[int, int]], stop: asyncio.Event) -> None:
-        """Draw, judge and write the samples at these places, (prompt, sample); return early once `stop` is set.
-
-        Raises EngineError, RoleFailed, OSError.
-        """
-        waiting = iter(places)
-        num_seqs = self._settings.config.generation.max_num_seqs
-        async with asyncio.TaskGroup() as group:
-            # A quarter more than the engine decodes at once: while some are judged, others take their places.
-            workers = [group.create_task(self._work(waiting)) for _ in range(num_seqs + num_seqs // 4)]
-            watch = group.create_task(self._cancel_when(stop, workers))
-            await asyncio.wait(workers)
-            watch.cancel()
-
-    async def _cancel_when(self, stop: asyncio.Event, workers: list[asyncio.Task[None]]) -> None:
-        await stop.wait()
-        log.info("asked to stop")
-        for worker in workers:
-            worker.cancel()
-
-    async def _work(self, waiting: Iterator[tuple[int, int]]) -> None:
-        for prompt, sample in waiting:
+    async def draw(self, prompt: int, sample: int) -> None:
+        """Draw, judge and write a sample, once the engine has the adapter.  Raises EngineError, RoleFailed, OSError."""
+        async with self._beginning:
+            if not self._adapter:
+                await self._load()
+        if not self.refusal:
             self._file.append(await self._sample(prompt, sample))
+        self._num_left -= 1
+        if not self._num_left:
+            self._free.put_nowait(self._adapter)
+
+    async def _load(self) -> None:
+        """Wait until the engine has room, and fill it."""
+        self._adapter, lora = await self._free.get(), self._settings.config.lora
+        if lora.initial is not None:
+            try:
+                base = self._settings.inputs["base"]
+                await self._engine.load_adapter(self._adapter, lora.initial, lora.scale, base)
+            except GroupFailed as error:
+                self.refusal = f"{self._settings.title}: {error}"
+                log.warning("%s", self.refusal)
 
     async def _sample(self, prompt_id: int, sample: int) -> EvaluatedSample:
         prompt = self._prompts.peek(prompt_id)
-        request = RolloutRequest(prompt_id, sample, prompt, self._sampling)
+        request = RolloutRequest(prompt_id, sample, prompt, self._sampling, adapter=self._adapter)
         if self._template is None:
             rollout = await self._engine.generate(request)
             has_ended = rollout.finish_reason is FinishReason.STOP

@@ -213,6 +213,7 @@ class VllmSubject(Subject):
         dtype: str = "float32",
         is_apart: bool = False,
         lora: Mapping[str, object] = MappingProxyType({}),
+        num_adapters: int = 1,
         **generation: object,
     ) -> Self:
         model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
@@ -222,7 +223,9 @@ class VllmSubject(Subject):
         publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)
         subject.config = config
-        subject.engine = await VllmEngine.start(config, seed=0, is_apart=is_apart, decode=decode)
+        subject.engine = await VllmEngine.start(
+            config, seed=0, is_apart=is_apart, decode=decode, num_adapters=num_adapters
+        )
         subject.loads_arriving = staging == "paused"
         return subject
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -14,15 +15,16 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import save_file
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import FusedMoEWithLoRA
 
 from rlhpc.generation.adapter_slot import AdapterSlot, FourBitLoader
 from rlhpc.generation.vllm_engine import VllmEngine
-from rlhpc.models.adapter import A, B
+from rlhpc.models.adapter import PEFT_PREFIX, PEFT_WEIGHTS, A, B
 from rlhpc.protocol.errors import EngineError, GroupFailed, TornWeights
-from rlhpc.protocol.types import AdapterForm, TensorSpec, WeightManifest
+from rlhpc.protocol.types import AdapterForm, Rollout, TensorSpec, WeightManifest
 from rlhpc.training.factory import open_backend
 from rlhpc.training.lora import load_policy
 from rlhpc.training.ranks import RankContext
@@ -311,6 +313,61 @@ async def test_beside_a_base_in_four_bits_it_samples_by_what_that_unpacks_to(tmp
             await made.engine.receive_weights(manifest)
         with pytest.raises(GroupFailed):
             await publishing
+    finally:
+        await made.engine.close()
+        made.publisher.dissolve()
+
+
+@pytest.mark.parametrize("is_apart", [False, pytest.param(True, marks=LONG)])
+async def test_adapters_side_by_side_are_each_sampled_as_if_alone(tmp_path: Path, is_apart: bool) -> None:
+    lora = AdapterSubject.LORA | {"rank": 3}
+    how: dict[str, Any] = {"family": "qwen3", "tied": True, "lora": lora, "seeded_samples": True, "is_apart": is_apart}
+    made = await AdapterSubject.start(tmp_path, num_adapters=2, **how)
+    scale, base = made.config.lora.scale, made.form().base
+
+    def peft(version: int, *, cut: int = 0, without: str = "-") -> Path:
+        directory = tmp_path / f"{version}-{cut}-{without}"
+        directory.mkdir()
+        tensors = {PEFT_PREFIX + name: each for name, each in made.weights(version) if without not in name}
+        save_file(tensors, file := directory / PEFT_WEIGHTS)
+        os.truncate(file, file.stat().st_size - cut)
+        return directory
+
+    async def sampled(*numbers: int) -> list[list[Rollout]]:
+        # Of several blocks of the KV cache, which another adapter's would fit.
+        prompts = [(np.arange(70, dtype=np.int32) + index) % 80 + 4 for index in range(6)]
+        asked = [request_of(index, prompt=each) for index, each in enumerate(prompts)]
+        requests = [[replace(each, adapter=number) for each in asked] for number in numbers]
+        alike = [request for pair in zip(*requests, strict=True) for request in pair]
+        found = await asyncio.gather(*map(made.engine.generate, alike))
+        return [found[place :: len(numbers)] for place in range(len(numbers))]
+
+    def assert_of(version: int, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            expected = made.expected_logprobs(version, rollout)
+            np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=TOLERANCE)
+
+    try:
+        engine: Any = made.engine
+        await engine.load_adapter(1, peft(1), scale, base)
+        await engine.load_adapter(2, peft(2), scale, base)
+        both, (alone,) = await sampled(1, 2), await sampled(2)
+        assert_of(1, both[0])
+        assert_of(2, both[1])
+        for beside, by_itself in zip(both[1], alone, strict=True):
+            assert np.array_equal(beside.token_ids, by_itself.token_ids)
+        for directory, of in (
+            (peft(3, cut=100), base),
+            (peft(3), "0123456789abcdef"),
+            (peft(3, without="q_proj"), base),
+        ):
+            with pytest.raises(GroupFailed, match=f"^{re.escape(str(directory))}: .*(bytes|is for the base|q_proj)"):
+                await engine.load_adapter(2, directory, scale, of)
+        assert_of(2, (await sampled(2))[0])
+        await engine.load_adapter(1, peft(4), scale, base)
+        both = await sampled(1, 2)
+        assert_of(4, both[0])
+        assert_of(2, both[1])
     finally:
         await made.engine.close()
         made.publisher.dissolve()

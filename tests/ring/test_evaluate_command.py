@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -271,6 +273,72 @@ def test_a_run_s_checkpoint_is_the_model_that_it_exports(lab: Lab) -> None:
     found = [each.completion for each in sorted(read_samples(out), key=lambda each: each.prompt)]
     assert found == greedy_completions(exported, settings)
     assert found != greedy_completions(lab.model, settings)
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+OF_ADAPTERS = ["generation.engine=vllm", "generation.max_num_seqs=4", "--samples", "3", "--prompts", "8"]
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_adapters_on_one_engine_draw_what_each_draws_alone_and_one_that_is_damaged_holds_up_no_other(lab: Lab) -> None:
+    """Killed in the middle, and continued when one of them has lost a bit; then as directories that PEFT reads."""
+    lora = {"rank": 4, "learning_rate": 0.05}
+    often = {"every_steps": 1, "keep": 3}
+    layout = run_to_the_end(lab, "adapted", lora=lora, run={"num_steps": 3}, checkpoint=often)
+    words = ["evaluate", str(layout.root), str(lab.dataset), *OF_ADAPTERS, "--json"]
+    slow = "data.task=tests.ring.ring_rewards:very_slow_parity"
+    places = [layout.evaluations / f"adapted-step_{step:06d}-train" for step in (1, 2, 3)]
+    status, _ = ended_in_the_middle([*words, slow, "--steps", "all"], places[1], 4, signal.SIGKILL)
+    before = [drawn(place) for place in places]
+    assert status == -signal.SIGKILL
+    assert len(before[0]) >= 20
+    assert 4 <= len(before[1]) < 24
+
+    damaged = layout.checkpoint(2) / "trainer" / "weights-00001.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    together = rlhpc(*words, slow, "--steps", "1,2,3")
+    assert together.returncode == 1
+    assert re.search("adapted-step_000002 on train is not evaluated: .*weights-00001.safetensors", together.stderr)
+    titles = [json.loads(line)["title"] for line in together.stdout.splitlines()]
+    assert titles == ["adapted-step_000001 on train", "adapted-step_000003 on train"]
+    assert drawn(places[1]) == before[1]
+    for place in (places[0], places[2]):
+        assert set(drawn(place).values()) == {1}
+        assert len(drawn(place)) == 24
+    assert completions(places[0]) != completions(places[2])
+
+    alone = rlhpc(*words, slow, "--step", "3", "--out", str(lab.root / "alone"))
+    assert alone.returncode == 0, alone.stderr
+    assert completions(lab.root / "alone") == completions(places[2])
+
+    for step in (1, 3):
+        out = str(lab.root / f"peft-{step}")
+        assert rlhpc("export", str(layout.root), out, "--adapter", "--step", str(step)).returncode == 0
+    stranger = shutil.copytree(lab.root / "peft-1", lab.root / "stranger")
+    other = make_tiny_checkpoint(lab.root / "other", seed=9)
+    settings = json.loads((stranger / "adapter_config.json").read_text())
+    (stranger / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(other)}))
+    os.truncate(shutil.copytree(stranger, lab.root / "short") / "adapter_model.safetensors", 900)
+    given = [each for name in ("peft-3", "stranger", "short") for each in ("--with", name)]
+    command = ["evaluate", "peft-1", str(lab.dataset), *OF_ADAPTERS, slow, "--json", "--run", str(layout.root), *given]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli", *command],
+        cwd=lab.root,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(
+        r"stranger is not evaluated: .*belongs to .*other, and --run .* has the model .*, other", done.stderr
+    )
+    assert "short is not evaluated: " in done.stderr
+    found = [completions(lab.root / "evaluations" / f"peft-{step}-train") for step in (1, 3)]
+    assert found == [completions(places[0]), completions(places[2])]
+    assert not [*lab.root.rglob("evaluations/*/model")]
 
 
 # ----------------------------------------------------------------------------------------------------- following a run

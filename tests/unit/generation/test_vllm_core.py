@@ -85,7 +85,7 @@ class CountingCore:
 
 @pytest_asyncio.fixture
 async def thread() -> AsyncIterator[CoreThread]:
-    made = CoreThread(None, CountingCore, lambda prompt, params, request_id, priority: (request_id, params))
+    made = CoreThread(None, CountingCore, lambda prompt, params, request_id, *rest: (request_id, params))
     yield made
     made.shutdown(PATIENCE_S)
 

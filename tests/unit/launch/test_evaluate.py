@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import BaseModel, field_serializer
+from safetensors.numpy import save_file
 
 from launch.checks.preflight import preflight_sampling
 from launch.cli import main
@@ -33,12 +34,14 @@ from launch.demo.task import write_dataset
 from launch.evaluate import follow
 from launch.evaluate.command import comparison_of, evaluate
 from launch.evaluate.evaluation import (
+    Evaluation,
     Report,
     caches_on_this_node,
     evaluation_directory,
     plan_evaluation,
     preview_evaluations,
     report_of,
+    side_by_side,
 )
 from launch.evaluate.follow import Curves, DatasetFollower, RunLife, follow_run
 from launch.evaluate.job import TimeIsUp, TimeWarning, _words
@@ -61,6 +64,7 @@ from rlhpc.base.patience import Deadline
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import read_resolved, write_resolved
 from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.metrics.curves import read_curves
 from rlhpc.metrics.evaluations import (
     NAME,
@@ -71,9 +75,19 @@ from rlhpc.metrics.evaluations import (
     read_samples,
     read_settings,
 )
+from rlhpc.models.adapter import (
+    PEFT_CONFIG,
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    adapter_specs,
+    base_digest,
+    peft_config,
+    stored_matrices,
+)
 from rlhpc.protocol.errors import EXIT_CONFIG, CheckpointError, ConfigError, RunDirectoryError
 from rlhpc.training.checkpoint_directory import begin, complete
 from tests import build
+from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.doc_pages import ROOT, blocks_in, commands_of_block
 
 # --------------------- `rlhpc evaluate` before it starts anything: what it takes, what it refuses, and what it makes of
@@ -305,6 +319,51 @@ def open_directory(directory: Path, settings: EvaluationSettings, *, is_fresh: b
     return said
 
 
+def peft_of(model: Path, name: str, *, base: Path | None = None, alpha: float = 8.0, **settings: Any) -> Path:
+    """A PEFT adapter directory of the attention of a model."""
+    directory = model.parent / name
+    directory.mkdir()
+    matrices = stored_matrices(model)
+    layers = {each: shape for each, shape in matrices.items() if "attn" in each}
+    specs = adapter_specs(layers, 4)
+    save_file({PEFT_PREFIX + each.name: np.zeros(each.shape, np.float32) for each in specs}, directory / PEFT_WEIGHTS)
+    config = peft_config(LoraConfig(rank=4, alpha=alpha), layers, matrices, base or model) | settings
+    (directory / PEFT_CONFIG).write_text(json.dumps(config))
+    return directory
+
+
+def planned(path: Path, run: Path | None = None) -> Evaluation:
+    target = find_target(path, None) if run is None else with_settings_of(find_target(path, None), run)
+    words = (*NEEDED, "model.dtype=float32") if run is None else (LONGER,)
+    return plan_evaluation(target, Request("d", path.parent / "test.jsonl", words=words))
+
+
+def test_adapters_of_peft_are_refused_by_name_where_they_do_not_fit(model):
+    other = make_tiny_checkpoint(model.parent / "other", seed=3)
+    run = a_run(model, lora={"rank": 4}).root
+    assert planned(peft_of(model, "fits"), run).settings.inputs["base"] == base_digest(model)
+    cut = peft_of(model, "cut")
+    os.truncate(cut / PEFT_WEIGHTS, (cut / PEFT_WEIGHTS).stat().st_size - 1)
+    for path, words in (
+        (peft_of(model, "elsewhere", base=other), f"elsewhere: belongs to {other}, and --run"),
+        (cut, f"{cut / PEFT_WEIGHTS}: .* bytes in place of"),
+        (peft_of(model, "norms", use_dora=True), "use_dora=True; legal: False"),
+        (peft_of(model, "larger", r=8), "lora_A.weight is"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            planned(path, run)
+    with pytest.raises(ConfigError, match="nowhere: its base 'on-a-hub/x' is no directory here; legal: --run RUN"):
+        planned(peft_of(model, "nowhere", base=Path("on-a-hub/x")))
+
+
+def test_adapters_of_one_base_share_engines_whatever_their_scale(model):
+    other = make_tiny_checkpoint(model.parent / "other", seed=3)
+    given = [peft_of(model, "a"), model, peft_of(other, "b"), peft_of(model, "c", alpha=2.0)]
+    groups = [[each.target.title for each in group] for group in side_by_side(map(planned, given))]
+    assert groups == [["a", "c"], ["model"], ["b"]]
+    assert planned(model.parent / "c").settings.config.lora.alpha == 2.0
+
+
 def test_settings_come_back_as_they_were_and_more_samples_go_on_with_what_is_there(model, tmp_path):
     settings = settings_of(model)
     assert read_settings(tmp_path) is None
@@ -359,7 +418,7 @@ def test_a_job_is_told_the_temperature_to_its_last_digit(model):
     """Otherwise it refuses the directory that its own submission has prepared."""
     target = find_target(model, None)
     request = Request("d", model.parent / "test.jsonl", words=tuple(NEEDED), temperature=0.12345678)
-    words = _words(plan_evaluation(target, request))
+    words = _words([plan_evaluation(target, request)])
     assert float(words[words.index("--temperature") + 1]) == request.temperature
 
 
@@ -463,7 +522,7 @@ def test_a_run_file_says_whether_its_average_is_evaluated(model):
     target = replace(target, settings=config.model_copy(update={"trainer": kept, "evaluation": tuple(tables)}))
     (request,) = requests_of(options_of(str(layout.root)), target)
     assert request.is_average
-    assert "--ema" in _words(plan_evaluation(target, request))
+    assert "--ema" in _words([plan_evaluation(target, request)])
 
 
 def test_a_run_file_says_what_the_words_of_a_command_would(model):
@@ -592,7 +651,7 @@ def test_a_run_that_is_begun_anew_while_somebody_looks_is_followed_all_the_same(
     try:
         while not deadline.is_over:
             assert life.shows
-            assert course.due(is_last=False) is None
+            assert not course.due(is_last=False)
     finally:
         are_done.set()
         other.join()
@@ -629,23 +688,33 @@ def save(layout: RunLayout, step: int, attempt: int = 0) -> None:
 def test_a_checkpoint_is_due_that_is_far_enough_from_the_last_one(model):
     layout = a_run(model, 4, 12)
     course = DatasetFollower(layout, request_for(model, every=10))
-    assert course.due(is_last=False) == 12
+    assert course.due(is_last=False) == [12]
     note(layout, "d", 12, reward=0.5)
-    for step, due in ((20, None), (22, 22)):
+    for step, due in ((20, []), (22, [22])):
         save(layout, step)
         assert course.due(is_last=False) == due
-        assert course.due(is_last=True) == step
+        assert course.due(is_last=True) == [step]
 
 
 def test_a_step_is_due_again_once_it_has_another_model(model):
     layout = a_run(model, 4, 12)
     course = DatasetFollower(layout, request_for(model))
     course._tried.add((12, checkpoint_digest(layout.checkpoint(12))))
-    assert course.due(is_last=True) is None
+    assert not course.due(is_last=True)
     shutil.rmtree(layout.checkpoint(12))
-    assert course.due(is_last=True) == 4  # the run went back
+    assert course.due(is_last=True) == [4]  # the run went back
     save(layout, 12, attempt=1)
-    assert course.due(is_last=True) == 12
+    assert course.due(is_last=True) == [12]
+
+
+def test_of_adapters_every_checkpoint_is_due_that_is_far_enough_from_the_one_before(model):
+    layout = a_run(model, 4, 8, 12, 20, 22, 30, 31)
+    course = DatasetFollower(layout, request_for(model, every=8), takes_all=True)
+    assert course.due(is_last=False) == [4, 12, 20, 30]
+    assert course.due(is_last=True) == [4, 12, 20, 30, 31]
+    note(layout, "d", 20, reward=0.5)
+    course._tried.add((20, checkpoint_digest(layout.checkpoint(20))))
+    assert course.due(is_last=False) == [30]
 
 
 def begins(layout: RunLayout, *steps: int) -> None:
@@ -718,7 +787,7 @@ def test_ctrl_c_ends_an_evaluation_also_where_its_samples_cannot_be_counted(mode
     evaluation = replace(evaluation, target=replace(evaluation.target, checkpoint=None))  # nothing is exported
     evaluated(evaluation.directory, evaluation.settings, [[True]] * evaluation.settings.num_prompts)
 
-    def interrupted(report: Report, model: Path) -> None:
+    def interrupted(of: Evaluation, report: Report, model: Path) -> None:
         (evaluation.directory / "samples-0.jsonl").write_text("damaged\n")
         raise KeyboardInterrupt
 
@@ -733,8 +802,8 @@ def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(mod
     evaluation = plan_evaluation(find_target(layout.root, 4), request)
     with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=False, tell=said.append):
         for _ in range(2):
-            assert course.due(is_last=True) == 4
-            assert not course.evaluate(4, curves, said.append, said.append)
+            assert course.due(is_last=True) == [4]
+            assert not course.evaluate([4], curves, said.append, said.append)
     assert course.is_waiting
     (line,) = said
     assert "another `rlhpc evaluate` is running there; tried again until it is done" in line
@@ -742,10 +811,10 @@ def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(mod
     other.settings.write(evaluation.directory)
     before = (evaluation.directory / NAME).read_bytes()
     course = DatasetFollower(layout, request)
-    assert course.evaluate(4, curves, said.append, said.append)
+    assert course.evaluate([4], curves, said.append, said.append)
     assert "holds samples of other temperature" in said[-1]
     assert (evaluation.directory / NAME).read_bytes() == before
-    assert course.due(is_last=True) is None
+    assert not course.due(is_last=True)
 
 
 def test_a_directory_that_will_never_do_is_not_waited_for(model):
@@ -755,8 +824,8 @@ def test_a_directory_that_will_never_do_is_not_waited_for(model):
     directory = plan_evaluation(find_target(layout.root, 4), request).directory
     directory.mkdir(parents=True)
     (directory / "notes.txt").touch()
-    assert course.evaluate(4, SimpleNamespace(), said.append, said.append)
-    assert (course.is_waiting, course.due(is_last=True)) == (False, None)
+    assert course.evaluate([4], SimpleNamespace(), said.append, said.append)
+    assert (course.is_waiting, course.due(is_last=True)) == (False, [])
     assert "step 4 is not evaluated" in said[0]
     assert "not empty, and not an evaluation" in said[0]
 
@@ -768,10 +837,10 @@ def test_a_disk_that_fails_costs_an_evaluation_and_ends_the_command_only_if_it_g
     for step in (4, 8, 12):
         plan_evaluation(find_target(layout.root, step), request).directory.touch()  # no directory can be made there
     for step in (4, 8):
-        assert course.evaluate(step, SimpleNamespace(), said.append, said.append)
+        assert course.evaluate([step], SimpleNamespace(), said.append, said.append)
     assert [line[:24] for line in said] == ["step 4 is not evaluated:", "step 8 is not evaluated:"]
     with pytest.raises(OSError, match="small-step_000012-d"):
-        course.evaluate(12, SimpleNamespace(), said.append, said.append)
+        course.evaluate([12], SimpleNamespace(), said.append, said.append)
 
 
 def test_weights_that_a_killed_command_has_left_are_deleted_when_the_run_is_followed_again(model):

@@ -18,7 +18,7 @@ from rlhpc.protocol.errors import ChannelTimeout, RoleFailed
 from rlhpc.protocol.messages import CONTROL, REWARDS, Hello, Reregister, RewardRequest
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles import reward_service
-from rlhpc.roles.evaluator import Evaluator
+from rlhpc.roles.evaluator import Evaluator, draw_all
 from rlhpc.roles.lifecycle import ControllerSession, RoleContext
 from rlhpc.roles.reward_service import RewardService, _hear
 from rlhpc.transport.rpc import RpcClient
@@ -188,7 +188,9 @@ async def evaluated(directory: Path, thinking_end: str, stop: tuple[str, ...] = 
     place.mkdir()
     async with RewardPool(1, PATIENCE_S) as pool:
         with SamplesFile(place, 0) as file:
-            await Evaluator(settings, engine, pool, file).sample([(0, 0)], asyncio.Event())
+            free = asyncio.Queue[int]()
+            free.put_nowait(1)
+            await draw_all([Evaluator(settings, [(0, 0)], engine, pool, file, free)], 4, asyncio.Event())
     await engine.close()
     (sample,) = read_samples(place)
     return sample
