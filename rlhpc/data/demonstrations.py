@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -38,6 +38,7 @@ from rlhpc.data.prompt_form import (
     is_conversation,
     refuse_pythons,
     told_first,
+    without_nulls,
 )
 from rlhpc.data.prompts import raw_draws, seed_of_dataset
 from rlhpc.data.record_source import Record, cached
@@ -50,6 +51,7 @@ from rlhpc.protocol.types import Bool, Int32
 
 _NOT_ENDED = 1 << 30
 _KEYS = "|".join(DemonstrationsConfig.model_fields)
+_MOST_TOOLS = 64  # sets of tools whose templates are kept
 _AT_ONCE = 2000  # records that are tokenised together, by all processors
 
 
@@ -69,7 +71,7 @@ class DemonstrationForm:
         as_prompts = {"prompt_template", "prompt_field", "use_chat_template", "system_prompt", "path"}
         table = DataConfig.model_construct(task="", **data.model_dump(include=as_prompts))
         self._prompts = PromptForm(table, tokenizer, max_prompt_tokens=_NOT_ENDED, max_completion_tokens=_NOT_ENDED)
-        self._template: DialogueTemplate | None = None
+        self._template_with = lru_cache(_MOST_TOOLS)(self._template)
 
     def parts(self, record: Record) -> list[tuple[str, bool]]:
         """(text, is rendered by a template) of told and learnt parts, alternating.  Raises DataError, ConfigError."""
@@ -100,14 +102,30 @@ class DemonstrationForm:
         return conversation_messages(value, record.source, name) if is_conversation(value) else record.text(name, key)
 
     def _chat(self, messages: list[Message], record: Record) -> list[tuple[str, bool]]:
-        self._template = self._template or DialogueTemplate(self._tokenizer)
+        template = self._template_with(self._tools(record))
         try:
-            parts = self._template.demonstration(messages)
+            parts = template.demonstration(messages)
         except ConfigError as error:
             raise DataError(f"{record.source}: {error}") from error
         learnt = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
         self._prompts.refuse_left_out(messages[:learnt], "".join(parts), record)
         return [(part, True) for part in parts]
+
+    def _template(self, tools: str) -> DialogueTemplate:
+        return DialogueTemplate(self._tokenizer, json.loads(tools))
+
+    def _tools(self, record: Record) -> str:
+        """The tools of a conversation, a list in JSON.  Raises DataError."""
+        name = self._data.tools_field
+        if not name or not record.has(name):
+            return "[]"
+        value = as_tools = record.value(name, "data.tools_field")
+        if isinstance(value, str):
+            with suppress(ValueError):
+                as_tools = json.loads(value)
+        if not isinstance(as_tools, list) or not all(isinstance(each, dict) for each in as_tools):
+            raise DataError(f"{record.source}: field {name!r} (data.tools_field) is no list of JSON schemas")
+        return json.dumps(without_nulls(as_tools))
 
     def demonstrations(self, records: Sequence[Record]) -> list[Demonstration]:
         """Conversations of records, in their order."""

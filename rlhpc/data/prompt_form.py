@@ -96,7 +96,7 @@ def refuse_pythons(value: Any, source: str, name: str) -> None:
 
 
 def _message(value: Mapping[str, Any], where: str) -> Message:
-    message: Message = _without_nulls(value)
+    message: Message = without_nulls(value)
     role = message.get("role")
     if role not in _ROLES:
         keys = ", ".join(map(repr, message)) or "none"
@@ -108,11 +108,11 @@ def _message(value: Mapping[str, Any], where: str) -> Message:
     return message
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Drop nulls: Parquet fills in null for every key of other messages, and every argument of other calls."""
     if isinstance(value, Mapping):
-        return {str(key): _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {str(key): without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _text(content: Any, where: str) -> str:

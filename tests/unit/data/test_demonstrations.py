@@ -96,6 +96,22 @@ def test_calls_of_tools_are_learnt_as_the_template_writes_them(tmp_path: Path) -
     assert tokenizer.decode(learnt, keep_special_tokens=True) == "<tool_call>search<|im_end|>" * 2
 
 
+def test_tools_of_a_record_are_told_where_the_template_tells_them(models: dict[str, PromptTokenizer]) -> None:
+    tokenizer, tools = models["qwen2.5"], [{"type": "function", "function": {"name": "f", "strict": None}}]
+    messages = [message("user", "a"), message("assistant", "b")]
+    shown = [{"type": "function", "function": {"name": "f"}}]
+    text = tokenizer.chat_template.render(messages, tools=shown, add_generation_prompt=False).removesuffix("\n")
+    wanted = tokenizer.encode_rendered(text).tolist()
+    for value in (tools, json.dumps(tools)):  # an object of Parquet has the keys of all
+        tokens, learnt = made_of(tokenizer, {"messages": messages, "tools": value}, tools_field="tools")
+        assert tokens == wanted
+        assert tokenizer.decode(learnt, keep_special_tokens=True) == "b<|im_end|>"
+    plain = made_of(tokenizer, {"messages": messages})
+    assert made_of(tokenizer, {"messages": messages, "tools": None}, tools_field="tools") == plain
+    with pytest.raises(DataError, match=r"field 'tools' \(data\.tools_field\) is no list of JSON schemas"):
+        made_of(tokenizer, {"messages": messages, "tools": "f"}, tools_field="tools")
+
+
 def test_prompts_and_completions_are_learnt_with_and_without_a_template(models: dict[str, PromptTokenizer]) -> None:
     record = {"q": "12+34=", "a": "46", "said": [message("assistant", "46")], "chat": [message("user", "12+34=")]}
     table = {"prompt_template": "{q}", "completion_field": "a"}
