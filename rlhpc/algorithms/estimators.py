@@ -275,7 +275,7 @@ def rloo(rewards: Float32, lengths: Int32) -> Float32:
 # Over loss tokens, not over rollouts: a long completion counts as often as its advantage is used.  REINFORCE++ (Hu
 # 2025, arXiv:2501.03262) normalises the batch in this way, its "baseline" variant after subtracting the group's mean.
 #
-# Differs from REINFORCE++: (1) divided by N, and nothing is added to the variance; advantages without spread are zero;
+# Differs from REINFORCE++: (1) divided by N, and nothing is added to the variance; a batch of zero variance has zeros;
 # (2) no KL cost in the rewards: the KL term is part of the loss (algorithms/policy_loss.py).
 
 

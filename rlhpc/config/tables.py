@@ -604,7 +604,7 @@ class DataConfig(Section):
     """Wrap the prompt as a user message in the tokenizer's chat template; chat messages always are."""
     reference_field: str = "answer"
     """Field of the record that holds the reference, "reward_model.ground_truth" with a dot for each level; "*": the
-    whole record."""
+    whole record; "": none, for a task that needs no reference."""
     thinking_end: Annotated[str, only_with("data.environment", "", why="it is told whole turns")] = ""
     """Text with which the model ends its thinking, "</think>": only what follows it is judged, and nothing if it never
     comes; default: the whole completion is judged."""

@@ -368,7 +368,7 @@ class PromptForm:
     def reference_lengths(self, records: Sequence[Record]) -> list[int]:
         """Numbers of tokens of the references that are text, not tests or entries."""
         field = self._data.reference_field
-        judged = [record for record in records if field != WHOLE_RECORD and self.task(record) != OWN_REWARD]
+        judged = [record for record in records if field not in ("", WHOLE_RECORD) and self.task(record) != OWN_REWARD]
         plain = [record for record in judged if not record.holds_several(field)]
         return self._tokenizer.lengths([(record.reference(field), True) for record in plain])
 
@@ -430,7 +430,7 @@ class PromptForm:
     def shows_reference(self, record: Record) -> bool:
         """True if the prompt contains the answer: the reference's field, or text that ends with the reference."""
         field = self._data.reference_field
-        if field == WHOLE_RECORD or self.task(record) == OWN_REWARD or record.holds_several(field):
+        if field in ("", WHOLE_RECORD) or self.task(record) == OWN_REWARD or record.holds_several(field):
             return False
         if field == self._data.prompt_field or any(name == field for _, name in self._pieces):
             return True

@@ -83,7 +83,12 @@ class Record:
         return self._as_text(name, key)
 
     def reference(self, name: str, key: str = "data.reference_field") -> str:
-        """A field as a reference: text as it is, lists and objects (test cases) as JSON.  Raises DataError."""
+        """A field as a reference: text as it is, lists and objects (test cases) as JSON; "" without a field.
+
+        Raises DataError.
+        """
+        if not name:
+            return ""
         if name == WHOLE_RECORD:
             return json.dumps(self.fields, default=_spelled)
         if isinstance(value := self.value(name, key), list | dict):
@@ -118,8 +123,8 @@ class Record:
             return False
 
     def holds_several(self, name: str) -> bool:
-        """True if a field, which must exist, is a list or an object."""
-        return isinstance(self.value(name, ""), list | dict)
+        """True if a field, which must exist if it has a name, is a list or an object."""
+        return bool(name) and isinstance(self.value(name, ""), list | dict)
 
     def _missing(self, name: str, key: str, inside: str, here: Any) -> str:
         what = f"field {inside!r}" if inside else "the record"

@@ -76,7 +76,8 @@ def refuse_bad_references(
 
 def _fault(record: Record, field: str, task: str, error: Exception) -> str:
     why = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
-    return f"{record.source}: field {field!r} (data.reference_field), for data.task={task!r}: {why}"
+    where = f"field {field!r} (data.reference_field)" if field else 'data.reference_field=""'
+    return f"{record.source}: {where}, for data.task={task!r}: {why}"
 
 
 # ------------------------------------------------------------------------------------------------------ dataset summary

@@ -132,6 +132,15 @@ def test_fields_inside_fields_objects_as_json_and_parts_of_text_are_understood(a
     )
 
 
+def test_a_task_without_a_reference_needs_no_field_of_the_records(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1?"}\n')
+    data = DataConfig.model_validate({"path": tmp_path / "prompts.jsonl", "task": "m:f", "reference_field": ""})
+    form = PromptForm(data, tokenizer, max_prompt_tokens=9, max_completion_tokens=9)
+    records = read_records(tmp_path)
+    assert form.prompt(records[0], 0).reference == ""
+    assert (form.reference_lengths(records), form.shows_reference(records[0])) == ([], False)
+
+
 def test_tasks_differ_from_record_to_record(asked) -> None:
     keys = {"task_field": "info.kind", "tasks": {"maths": "math_answer", "choice": "multiple_choice"}, "task": "regex"}
     records = [{"prompt": "1", "answer": "A", "info": {"kind": kind}} for kind in ("maths", "choice", None)]
