@@ -20,13 +20,13 @@ from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import FusedMoEWithLoRA
 
-from rlhpc.generation.adapter_slot import AdapterSlot, FourBitLoader
+from rlhpc.generation.adapter_slot import AdapterSlot, FourBitLoader, PlainProducts
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import PEFT_PREFIX, PEFT_WEIGHTS, A, B
 from rlhpc.protocol.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.protocol.types import AdapterForm, Rollout, TensorSpec, WeightManifest
 from rlhpc.training.factory import open_backend
-from rlhpc.training.lora import load_policy
+from rlhpc.training.lora import LayerAdapter, Switch, load_policy
 from rlhpc.training.ranks import RankContext
 from rlhpc.weights.buckets import make_manifest
 from tests.contracts.engine_subjects import AdapterSubject, VllmSubject, request_of, tiny_config
@@ -251,6 +251,18 @@ async def test_in_bfloat16_the_scale_is_multiplied_before_b_is_rounded(tmp_path:
     finally:
         await made.engine.close()
         made.publisher.dissolve()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_on_a_cpu_the_engine_adds_an_adapter_as_the_trainer_does(dtype: torch.dtype) -> None:
+    """To the bit where the scale is a power of two, which rounds nothing of B: A x, then W x + B A x."""
+    draw, scale = torch.Generator().manual_seed(3), 4.0
+    a, b, x, y = (torch.randn(shape, generator=draw) for shape in ((8, 96), (80, 8), (7, 96), (7, 80)))
+    expected = LayerAdapter(a, b, scale, Switch())(x.to(dtype), y.to(dtype))
+    found = y.to(dtype)
+    stacks = [a.to(dtype)[None, None]], [(scale * b).to(dtype)[None, None]]
+    PlainProducts(0).add_lora_linear(found, x.to(dtype), *stacks, 1.0, [80])
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.long
