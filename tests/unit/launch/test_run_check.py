@@ -187,7 +187,7 @@ def test_a_sound_run_is_sound_and_untouched(layout, capsys):
         ),
         (lambda run: write_later_events(events(run, 0)), "events", "is it of another version of rlhpc?"),
         (lambda run: flip_one_bit(run.config), "settings", "config.json"),
-        (lambda run: run.config.write_text(run.config.read_text().replace("demo", "other")), "settings", "altered"),
+        (lambda run: run.config.write_text(run.config.read_text().replace('"demo"', '"other"')), "settings", "altered"),
         (lambda run: run.inputs.write_text("[]"), "inputs", "damaged"),
         (lambda run: (run.root.parent / "train.jsonl").write_text("{}"), "inputs", "train.jsonl has changed"),
         (lambda run: run.attempts.write_text(run.attempts.read_text() * 2), "attempts", "numbered [0, 0]"),
