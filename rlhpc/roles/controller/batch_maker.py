@@ -7,10 +7,10 @@ Rows go to the ranks that train them, as a rule while the step before is trained
     groups finished ──▶ samples, rows, in a thread ──▶ BatchRows to every rank ──▶ … batch taken ──▶ TrainBatch
 
 A step that begins with a part of its batch (train_loop.py) gets the rows of that, and later those of the other groups.
-Input: RolloutGroup.  Output: MadeBatch.  What is made ahead is a guess: which groups a step trains is decided when its
-batch is taken, by the ledger, and their staleness is checked then.  If the ledger decides otherwise, rows are made and
-sent again under a new number, and the old ones are never trained.  Rows are a pure function of groups and step, so that
-a batch made ahead, made late or made again after a restart is the same.
+Input: RolloutGroup.  Output: MadeBatch.  A batch made ahead is a guess: the ledger decides which groups a step trains
+when its batch is taken, and checks their staleness then.  If it decides otherwise, rows are made and sent again under a
+new number, and the old ones are never trained.  Rows are a pure function of groups and step, so that a batch made
+ahead, made late or made again after a restart is the same.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class StepRecord:
     report: StepReport
     batch: PackedBatch
     groups: tuple[RolloutGroup, ...]
-    trained_version: int  # the version that was trained: staleness is counted against it
-    lockstep_slowdown: float  # work of the slowest rank over the mean
+    trained_version: int  # the version before the step: staleness is counted against it
+    lockstep_slowdown: float  # work of the slowest rank / mean of all
     pack_s: float
     wait_for_groups_s: float = 0.0
-    until_live_s: float = 0.0  # of the version before this step
-    checkpoint_s: float = 0.0  # of the last checkpoint: training was blocked
-    checkpoint_write_s: float = 0.0  # of the last complete checkpoint: it was written meanwhile
-    longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
+    until_live_s: float = 0.0  # for the version before this step
+    checkpoint_s: float = 0.0  # in which the last checkpoint blocked training
+    checkpoint_write_s: float = 0.0  # from the snapshot of the last complete checkpoint until it was complete
+    longest_save_s: float = 0.0  # of all complete checkpoints, from the request on
     guard: GuardNote = NOTHING
 
 
@@ -69,7 +69,7 @@ class StepRecord:
 
 Answer = TypeVar("Answer")
 RANK_0 = "trainer-0"
-SEND_S = 60.0  # for a rank to take a message
+SEND_S = 60.0  # for a rank to receive a message
 
 
 class TrainerLink:
@@ -77,7 +77,7 @@ class TrainerLink:
 
     def __init__(self, batches: ServerChannel) -> None:
         self._batches = batches
-        self._replicas: tuple[int, ...] = (0,)  # of every rank
+        self._replicas: tuple[int, ...] = (0,)  # data-parallel replica of each rank
         self.obeys = False  # whether the ranks have loaded everything, and wait for commands
 
     async def ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
@@ -102,7 +102,7 @@ class TrainerLink:
         await self._batches.send(RANK_0, command, timeout_s=SEND_S)
 
     async def send_rows(self, number: int, minibatches: Sequence[PackedMinibatch]) -> None:
-        """Queue the rows of a batch to all ranks, to each those of its replica."""
+        """Queue the rows of a batch for all ranks: for each the rows of its replica."""
         for rank, replica in enumerate(self._replicas):
             mine = tuple(_of_replica(minibatch, replica) for minibatch in minibatches)
             await self._batches.send(f"trainer-{rank}", BatchRows(number, mine), timeout_s=SEND_S)
@@ -116,7 +116,7 @@ class TrainerLink:
     async def answer(self, kind: type[Answer], timeout_s: float | None = None) -> Answer:
         """Wait for the next answer.  As a rule without a limit: the registry of processes notices a dead trainer.
 
-        Raises ChannelTimeout where there is one, ProtocolError for an answer of another kind.
+        Raises ChannelTimeout if a limit is set and passes, ProtocolError for an answer of another kind.
         """
         peer, message = await self._batches.receive(timeout_s)
         if not isinstance(message, kind):
@@ -125,23 +125,23 @@ class TrainerLink:
 
 
 def _of_replica(minibatch: PackedMinibatch, replica: int) -> PackedMinibatch:
-    """The minibatch, without the rows of the others."""
+    """The minibatch with the rows of this replica alone."""
     ranks = tuple(rows if place == replica else () for place, rows in enumerate(minibatch.ranks))
     return replace(minibatch, ranks=ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------- batch maker
 
-LOOK_S = 0.05  # between looks whether the groups of a batch are there: a look takes as long as there are groups
-SMALL_BATCH_TOKENS = 1 << 14  # made at once, since handing it to a thread takes longer
+LOOK_S = 0.05  # between checks for a whole batch: a check takes time proportional to the number of groups
+SMALL_BATCH_TOKENS = 1 << 14  # packed on the event loop: handing it to a thread takes longer
 
 
 @dataclass(frozen=True, slots=True)
 class MadeBatch:
-    """A batch, but for what the steps before it decide; the ranks have its rows, or are being sent them."""
+    """A batch without its rates and limits, which earlier steps decide; its rows are sent, or on their way."""
 
     number: int  # of the rows
-    minibatches: tuple[PackedMinibatch, ...]  # with the rows of parts that were made before
+    minibatches: tuple[PackedMinibatch, ...]  # including the rows of earlier parts of the step
     order: tuple[int, ...]
     slowdown: float  # layout.batch_slowdown
     num_parts_before: int = 0
@@ -169,19 +169,19 @@ class BatchMaker:
         self._cost, self._make_samples = cost, make_samples
         self._changed = asyncio.Event()
         self._ahead: asyncio.Task[MadeBatch] | None = None
-        self._guess: tuple[int, tuple[int, ...]] | None = None  # step and groups that are being made, or are made
-        self._begun: set[int] = set()  # groups of this step whose rows are made
-        self._parts: list[PackedMinibatch] = []  # with these
-        self._estimate = 1  # loss tokens of the whole step, by its first part
+        self._guess: tuple[int, tuple[int, ...]] | None = None  # step and group ids of the batch made ahead
+        self._begun: set[int] = set()  # ids of this step's groups whose rows are made
+        self._parts: list[PackedMinibatch] = []  # the rows of those groups
+        self._estimate = 1  # loss tokens of the whole step, estimated from its first part
         self._num_made = 0
-        self.num_wasted = 0  # made ahead for nothing
+        self.num_wasted = 0  # batches made ahead and not trained
 
     def look_again(self) -> None:
-        """Call when a group is finished or dropped: the batch that is to be made ahead may be there."""
+        """Call when a group is finished or dropped: the next batch may be whole, and can be made ahead."""
         self._changed.set()
 
     def begin(self, step: int) -> None:
-        """Make the batch of this step as soon as its groups are there."""
+        """Make the batch of this step as soon as its groups are finished."""
         self.give_up()
         self._ahead = asyncio.create_task(self._make_ahead(step))
 
@@ -216,7 +216,7 @@ class BatchMaker:
         return made
 
     def give_up(self) -> None:
-        """What was begun is not wanted."""
+        """Cancel the batch that is being made ahead, and count it as wasted."""
         if self._ahead is not None:
             self.num_wasted += self._guess is not None
             self._ahead.cancel()
@@ -252,7 +252,7 @@ class BatchMaker:
     async def _packed(
         self, groups: Sequence[RolloutGroup], step: int
     ) -> tuple[int, tuple[PackedMinibatch, ...], float]:
-        """Number, rows and slowdown of these groups."""
+        """Pack these groups; return the number of the rows, the minibatches and their slowdown."""
         self._num_made += 1
         number = self._num_made
         if sum(group.num_tokens for group in groups) < SMALL_BATCH_TOKENS:
@@ -260,7 +260,7 @@ class BatchMaker:
         return number, *await asyncio.to_thread(self._pack, groups, step)
 
     def _pack(self, groups: Sequence[RolloutGroup], step: int) -> tuple[tuple[PackedMinibatch, ...], float]:
-        """Any thread may do it."""
+        """Pack these groups, on any thread; return minibatches and slowdown."""
         trainer = self._config.trainer
         minibatches = tuple(
             pack(part, token_budget=trainer.token_budget, num_ranks=trainer.data_parallel, cost=self._cost)
@@ -270,7 +270,7 @@ class BatchMaker:
 
 
 def _ignore(task: asyncio.Task[MadeBatch]) -> None:
-    """Nobody asks any more how it went."""
+    """Retrieve the task's exception, which asyncio would otherwise report as never retrieved."""
     with suppress(asyncio.CancelledError):
         task.exception()
 
@@ -281,10 +281,10 @@ def _ignore(task: asyncio.Task[MadeBatch]) -> None:
 
 
 class SupervisedBatches:
-    """The rows of each step, and those of the held-out loss."""
+    """Packs the rows of each step and of the held-out loss."""
 
     def __init__(self, demonstrations: Demonstrations, config: Config, cost: FlopCost) -> None:
-        """config: of the stage.  cost: of the model."""
+        """config: of the stage.  cost: the model's."""
         self._demonstrations, self._cost = demonstrations, cost
         self._size, self._trainer = config.sft.batch_size, config.trainer
 
@@ -294,7 +294,7 @@ class SupervisedBatches:
         return self._packed([self._demonstrations.learnt(number) for number in range(first, first + self._size)])
 
     def held_out_rows(self) -> Iterator[PackedMinibatch]:
-        """Yield all that is held out, the same each time, as many conversations at once as a batch has."""
+        """Yield the rows of all held-out conversations, in batches of a step's size, the same each time."""
         conversations = self._demonstrations.held_out()
         while some := list(islice(conversations, self._size)):
             yield self._packed(some)
@@ -309,7 +309,7 @@ class SupervisedBatches:
 def pack_demonstrations(
     conversations: Sequence[Demonstration], *, token_budget: int, num_ranks: int, cost: FlopCost
 ) -> PackedMinibatch:
-    """Rows of these conversations, whose tokens are all learnt alike.  Raises as pack."""
+    """Pack these conversations into rows; each learnt token has the same weight.  Raises as pack."""
     samples = [_sample(index, each) for index, each in enumerate(conversations)]
     return pack(samples, token_budget=token_budget, num_ranks=num_ranks, cost=cost)
 

@@ -35,7 +35,7 @@ LAST_SAVE_POLL_S = 0.2
 
 
 class FrozenPart(Protocol):
-    """The controller's part of one checkpoint, as it was when that was asked for."""
+    """The controller's part of one checkpoint, as it was when the checkpoint was requested."""
 
     def prepare(self) -> None:
         """Write what must be on disk before the checkpoint; in the lane of segments.  Raises SegmentError."""
@@ -45,7 +45,7 @@ class FrozenPart(Protocol):
 
 
 class OwnPart(Protocol):
-    """What the controller saves, and what it has to do with other checkpoints."""
+    """The controller's side of saving: takes its snapshot, and says which checkpoints and files may be deleted."""
 
     @property
     def attempt(self) -> int:
@@ -53,7 +53,7 @@ class OwnPart(Protocol):
 
     @property
     def keeps_all(self) -> bool:
-        """True where no checkpoint may be deleted at present."""
+        """True while no checkpoint may be deleted."""
 
     @property
     def spared(self) -> Collection[int]:
@@ -63,7 +63,7 @@ class OwnPart(Protocol):
         """Take a snapshot, before anything can be delivered."""
 
     def delete_needless(self, steps: Sequence[int]) -> None:
-        """Delete what no checkpoint of these steps needs.  Raises CheckpointError, JournalError, OSError."""
+        """Delete files that no checkpoint of these steps needs.  Raises CheckpointError, JournalError, OSError."""
 
     def left_out(self) -> None:
         """Count a checkpoint that could not be written."""
@@ -84,17 +84,17 @@ class CheckpointWriter:
         clock: Clock = time.monotonic,
         durable: Callable[[], Awaitable[None]] = at_once,
     ) -> None:
-        """durable: returns once the journal has all that a checkpoint knows: the next attempt counts on from there."""
+        """durable: returns once the journal has all that a checkpoint refers to; a resume continues from there."""
         self._durable, self._disk = durable, disk
         self._layout, self._keep, self._trainer, self._own = layout, keep, trainer, own
         self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
-        self._step = -1  # of the last one
+        self._step = -1  # of the last checkpoint
         self._report: asyncio.Future[SaveReport] | None = None
         self._completing: asyncio.Task[None] | None = None
-        self._failure: CheckpointError | None = None  # of the last one
+        self._failure: CheckpointError | None = None  # of the last checkpoint
         self._patience = Patience(clock, LONGEST_CHECKPOINT_PAUSE_S)
-        self.write_s = 0.0  # of the last one that is complete: from its snapshot on
-        self.longest_s = 0.0  # of all that are complete: from the request on
+        self.write_s = 0.0  # of the last complete checkpoint, from its snapshot on
+        self.longest_s = 0.0  # of all complete checkpoints, from the request on
 
     @property
     def awaits_trainer(self) -> bool:
@@ -103,23 +103,23 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """True if the last one could not be written, as far as is known."""
+        """True if the last checkpoint is known to have failed."""
         return self._failure is not None
 
     @property
     def disk_trouble(self) -> str:
-        """Why the last one could not be written, and what happens next; "": it was."""
+        """Reason why the last checkpoint could not be written, and what happens next; "" if it was written."""
         return self._patience.trouble
 
     @property
     def is_overdue(self) -> bool:
-        """True if the last one could not be written and it is time for another attempt, at whatever step."""
+        """True if the last checkpoint could not be written and it is time to try again, at whatever step."""
         return self.has_failed and self._patience.may_try
 
     async def write(self, step: int, policy_version: int) -> None:
-        """Begin one; called between two steps, when nothing is being trained.
+        """Begin a checkpoint; called between two steps, when nothing is being trained.
 
-        Waits for the end of the one before.  If this one cannot be started it is skipped; older ones stay usable.
+        Waits until the one before has ended.  One that cannot be started is skipped; older ones stay usable.
         Raises CheckpointError if saving has failed for too long, OwnershipLost.
         """
         await self._ended()
@@ -139,22 +139,22 @@ class CheckpointWriter:
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
 
     def reported(self, report: SaveReport) -> None:
-        """The trainer has ended writing."""
+        """Take the trainer's report: its part is written, or could not be."""
         if report.step == self._step and self._report is not None and not self._report.done():
             self._report.set_result(report)
 
     def raise_failure(self) -> None:
-        """Raise the CheckpointError of the last one if saving has failed for too long."""
+        """Raise the last checkpoint's CheckpointError if saving has failed for too long."""
         if self._failure is not None and self._patience.is_exhausted:
             raise self._failure
 
     async def has_succeeded(self) -> bool:
-        """Wait for the end of the last one; whether it is complete."""
+        """Wait for the end of the last checkpoint; return whether it is complete."""
         await self._ended()
         return not self.has_failed
 
     async def write_surely(self, step: int, policy_version: int) -> None:
-        """Write one, again while the disk refuses: no later step would.  Returns when it is complete.
+        """Write the run's last checkpoint, trying again while the disk refuses.  Returns when it is complete.
 
         Raises CheckpointError if the disk refuses for too long.
         """
@@ -167,13 +167,13 @@ class CheckpointWriter:
                 await asyncio.sleep(LAST_SAVE_POLL_S)
 
     async def finish(self) -> None:
-        """Wait until the last one is complete.  Raises CheckpointError if it failed."""
+        """Wait until the last checkpoint is complete.  Raises CheckpointError if it failed."""
         await self._ended()
         if self._failure is not None:
             raise self._failure
 
     def give_up(self) -> None:
-        """Begin nothing more for the one that is being written; what its lane has begun is done."""
+        """Begin no more jobs for the checkpoint that is being written; a job begun in its lane is finished."""
         if self._completing is not None:
             self._completing.cancel()
 
@@ -201,12 +201,12 @@ class CheckpointWriter:
         return temporary
 
     async def _ended(self) -> None:
-        """Wait for the end of the last one, whatever it is."""
+        """Wait until the last checkpoint is complete or has failed."""
         if self._completing is not None:
             await self._completing
 
     def _check_ownership(self) -> None:
-        """Raises OwnershipLost: only the owner makes and deletes checkpoints here; CheckpointError: it is unknown."""
+        """Raise OwnershipLost if another attempt owns the run, CheckpointError if the owner cannot be read."""
         if self._fence is None:
             return
         try:
@@ -240,7 +240,7 @@ class CheckpointWriter:
     def _put_together(
         self, report: SaveReport, temporary: Path, final: Path, manifest: Mapping[str, int]
     ) -> CheckpointError | None:
-        """Complete the checkpoint, which reads every byte again; return why it could not be, if so, and delete it."""
+        """Complete the checkpoint, reading every byte again; if that fails, delete it and return the reason."""
         problem: CheckpointError | None = None
         if report.error:
             problem = CheckpointError(f"{final}: the trainer could not save: {report.error}")
@@ -263,7 +263,7 @@ class CheckpointWriter:
         self._own.delete_needless([step for step, _ in self._known.steps()])
 
     def _leave_out(self, error: CheckpointError) -> None:
-        """Skip this checkpoint; what older ones need is kept."""
+        """Skip this checkpoint; files that older ones need are kept."""
         self._failure = error
         self._patience.failed(error)
         self._own.left_out()

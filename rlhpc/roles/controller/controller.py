@@ -1,10 +1,10 @@
 """The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
 
-    hear control ─▶ registry, weight sync       who is there, who samples with which version
+    hear control ─▶ registry, weight sync       which processes run, which generator has which version
     take leases  ─▶ sink ─▶ buffer              rollouts come back, groups are finished or dropped
     dispatcher   ─▶ leases out                  prompts are admitted and granted
     train loop   ─▶ batches out, reports back   a step, its weights, its slots
-    watch                                       what is overdue, silent, poisoned, due on disk
+    watch                                       overdue leases, silent processes, poisoned prompts, due writes
 
 All five run in one event loop and share the buffer; none of them awaits while it changes it.  `assemble` builds every
 part once.  The first two loops wait for their channel, the last one for the clock.  The others wait for each other (a
@@ -16,8 +16,8 @@ test holds this table true):
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
     CheckpointWriter._complete  reported()        ControllerFrame.saved _outlast_save
 
-The train loop waits for the trainer's answers besides (batch_maker.py), for weights to be live before it saves, and
-for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of persistence.py.
+The train loop also waits for the trainer's answers (batch_maker.py), for weights to be live before it saves, and for
+metrics that are steps behind.  All disk work while they run is done in the lanes of persistence.py.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ from rlhpc.transport.sessions import is_same_start
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
-CLOSE_S = 15.0  # for a disk that refuses at the end of a run that has failed, or was stopped
-ANSWER_S = 1.0  # for a process to receive a message: the loop that sends it waits
+CLOSE_S = 15.0  # patience with a disk that refuses writes when a run fails or is stopped
+ANSWER_S = 1.0  # send timeout: the sending loop is blocked meanwhile
 OUTLIVES_CONTROLLERS = ("generator-", "reward-")  # a trainer that is taken for dead ends the attempt
 
 
@@ -102,12 +102,12 @@ async def _control(context: RoleContext) -> None:
 
 
 def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel) -> Controller:
-    """Build every part once, along the way of a prompt; blocks.  Raises CheckpointError, ConfigError, OwnershipLost."""
+    """Build every part once; blocks.  Raises CheckpointError, ConfigError, OwnershipLost."""
     config, layout, fence, clock = context.config, context.layout, context.fence, asyncio.get_running_loop().time
     awake = AwakeClock(clock, longest_s=config.transport.dead_after_s / PAUSE_COUNTS_FOR)
     state = patiently(partial(open_controller_state, context, awake), layout.root)
     buffer, ledger, prompts, disk = state.buffer, state.ledger, state.prompts, DiskWriter()
-    # Who is there, and samples with which weights.
+    # Registered processes, and the weights with which they sample.
     registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, clock=awake, code=context.code)
     trainer = TrainerLink(batches)
     weight_sync = WeightSync(
@@ -142,7 +142,7 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
         files=PartialLog(layout.rollouts, context.attempt, fence, config.run.name), leases=leases, lane=disk.partials,
         timeline=state.replay.timeline, newest_version=loop.newest_version, commit_groups=journaling.commit_soon,
     )  # fmt: skip
-    # What a resume needs, and what people look at.
+    # Checkpoints and journal for a resume; metrics and status for people.
     sealing = PatientSealing(state.segments, clock=awake)
     checkpoints = CheckpointWriter(
         layout=layout, keep=config.checkpoint.keep, trainer=trainer, disk=disk, fence=fence, durable=journaling.durable,
@@ -163,14 +163,14 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
 
 
 def _cost_of(config: Config) -> FlopCost:
-    """Work of a row, by the model's config.json."""
+    """Cost of a row in FLOPs, by the model's config.json."""
     path = config.model.path / "config.json"
     return FlopCost.from_hf_config(json.loads(patiently(path.read_bytes, path)))
 
 
 @dataclass(kw_only=True, eq=False)
 class Controller(ControllerFrame):
-    """Runs the parts that `assemble` has built: all loops at once, then what ends a run."""
+    """Runs the parts that `assemble` has built: all loops at once, then the end of the run."""
 
     leases: ServerChannel
     state: ControllerState
@@ -200,7 +200,7 @@ class Controller(ControllerFrame):
         )
 
     async def stop_waiting(self) -> None:
-        """Admit no prompt more, and wait for no generator."""
+        """Admit no more prompts, and wait for no generator."""
         self.dispatcher.is_open = False
         await self.weight_sync.stop_waiting()
 
@@ -211,7 +211,7 @@ class Controller(ControllerFrame):
         self.weight_sync.describe(ready.manifest, ready.device)
         if self.state.replay.steps:
             self.recorder.training_begins()
-            self.board.figures.phase = "replaying"  # which is no progress for those who wait for some
+            self.board.figures.phase = "replaying"  # does not count as progress for the supervisor
         await self.loop.replay(self.state.replay, stop, self.sink.restored, self.recorder.record)
         if stop.is_set():
             return  # nothing is saved: the checkpoint before it and the journal hold all of it
@@ -261,7 +261,7 @@ class Controller(ControllerFrame):
             self.dispatcher.wake(name)
 
     def _counts(self, message: Delivery | LeaseReturn) -> bool:
-        """Whether the weights that sampled it are among those that this controller's trainer makes, or makes again."""
+        """Whether the rollout's weights are of the timeline that this controller's trainer makes, or makes again."""
         return message.timeline == self.state.replay.timeline
 
     async def _watch(self) -> None:
@@ -285,7 +285,7 @@ class Controller(ControllerFrame):
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def loops_of_a_save(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Return the journal's: a checkpoint is complete only when the journal has all that it knows."""
+        """Return the journal's loop: a checkpoint is complete only when the journal has all that it refers to."""
         return (self.journaling.run(),)
 
     async def close_run(self) -> None:
@@ -336,7 +336,7 @@ class Controller(ControllerFrame):
 
 
 class RunProcesses:
-    """Arrivals and losses, from the first Hello on.  Each says whether the set of generators has changed."""
+    """Admits and removes processes; each method returns whether the set of generators has changed."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class RunProcesses:
         state: ControllerState,
         lane: DiskLane,
     ) -> None:
-        """lane: that writes lost leases."""
+        """lane: the one that writes lost leases."""
         self._lane = lane
         self._control, self._registry, self._weight_sync, self._state = control, registry, weight_sync, state
         self._file = LostLeaseFile(context.layout.lost_leases, context.fence)
@@ -358,12 +358,12 @@ class RunProcesses:
     async def greet(self, name: str, message: Hello) -> bool:
         """Register a process, or tell it to stop.  True: the set of generators has changed."""
         if self._registry.is_superseded(name, message):
-            self._registry.register(name, message)  # which refuses it; StopRole would reach its successor
+            self._registry.register(name, message)  # it is refused; StopRole would reach its successor
             return False
         known, has_lost = self._registry.member(name), False
         if known is not None and known.hello.incarnation != message.incarnation:
             if message.role == "generator" and is_same_start(known.hello.incarnation, message.incarnation):
-                log.warning("%s has connected again", name)  # a channel failed; it says what it goes on with
+                log.warning("%s has connected again", name)  # a channel failed; it reports its running rollouts
                 self._state.ledger.forget_holder(name, is_dead=False)
                 has_lost = True
             else:
@@ -382,7 +382,7 @@ class RunProcesses:
         return True
 
     async def beat(self, name: str, message: Heartbeat) -> None:
-        """Record a heartbeat; whoever was declared dead, perhaps because it was paused, may register again."""
+        """Record a heartbeat; a process declared dead, perhaps because it was paused, may register again."""
         if not self._registry.record(name, message) and name.startswith(OUTLIVES_CONTROLLERS):
             await self._tell(name, Reregister())
 
@@ -393,9 +393,9 @@ class RunProcesses:
     # ----------------------------------------------------------------------------------------------------------- losses
 
     async def lose_silent(self) -> bool:
-        """Part with processes that have been silent for too long.  True: a generator was among them.
+        """Remove processes that have been silent for too long.  True: a generator was among them.
 
-        Raises RoleFailed if a trainer was.
+        Raises RoleFailed if a trainer was among them.
         """
         lost = [await self._lose(name, f"is silent for {self._dead_after_s:g} s") for name in self._registry.silent()]
         return any(lost)
@@ -406,7 +406,7 @@ class RunProcesses:
             await self._lane.run(self._file.append, self._state.lost_leases)
 
     async def _lose(self, name: str, why: str) -> bool:
-        """Part with one process.  True: it was a generator.  Raises RoleFailed for a trainer."""
+        """Remove one process.  True: it was a generator.  Raises RoleFailed for a trainer."""
         member = self._registry.member(name)
         self._registry.forget(name)
         log.warning("%s %s", name, why)

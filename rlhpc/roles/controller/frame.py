@@ -1,9 +1,9 @@
-"""What every controller does, whatever it trains on: runs its loops, outlasts a save, tells the others to leave, ends.
+"""The frame of every controller: runs the loops, waits for a save in progress, stops the other roles, writes the rest.
 
-Input: the parts that a composition root has built.  Guarantees: whoever is told to leave is told by the status first; a
-checkpoint that the trainer is writing when the run fails is completed; what is only in memory is written at the end,
-whatever the end was.  Two controllers stand in it: that of reinforcement learning (controller.py), that of supervised
-fine-tuning (supervised.py).
+Input: the parts that a composition root has built.  Guarantees: the status says that roles are told to leave before
+they are; a checkpoint that the trainer is writing when the run fails is completed; state that is only in memory is
+written at the end, however the run ended.  Two controllers fill the frame: that of reinforcement learning
+(controller.py) and that of supervised fine-tuning (supervised.py).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from rlhpc.roles.lifecycle import RoleContext, StopRequest
 
 log = logging.getLogger("rlhpc.controller")
 PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
-LOOK_S = 0.5  # between two looks whether the trainer is alive that writes a checkpoint
+LOOK_S = 0.5  # between checks that the trainer which writes a checkpoint is alive
 FAREWELL_S = 2.0  # for StopRole to reach the others
-SHOWN_S = 10.0  # for the disk to take the status by which the others are told to leave
-CLOSING_S = 60.0  # for the disk to take what only this process has
+SHOWN_S = 10.0  # to write the status that announces the end of the run
+CLOSING_S = 60.0  # to write the state that only this process has
 
 
 @dataclass(kw_only=True, eq=False)
 class ControllerFrame(ABC):
-    """Loops, and what ends a run."""
+    """Runs a controller's loops, and ends the run."""
 
     context: RoleContext
     control: ServerChannel
@@ -66,24 +66,24 @@ class ControllerFrame(ABC):
 
     @abstractmethod
     async def stop_waiting(self) -> None:
-        """Begin nothing more that training would wait for: it is done, or is to stop."""
+        """Training is done or is to stop: begin nothing more that it would wait for."""
 
     @abstractmethod
     async def close_run(self) -> None:
-        """Finish the records of a complete run, or of a stopped one, and say in the status which it is."""
+        """Finish the records of a complete or stopped run, and write to the status which it is."""
 
     @abstractmethod
     def last_writes(self, *, is_complete: bool) -> Sequence[Coroutine[Any, Any, None]]:
-        """Write what is only in memory; each is tried, whatever becomes of the others."""
+        """Return the writes of state that is only in memory; each is tried, also if others fail."""
 
     def loops_of_a_save(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Return what has to run until a checkpoint is complete."""
+        """Return the loops that have to run until a checkpoint is complete."""
         return ()
 
     # -------------------------------------------------------------------------------------------------------- running
 
     async def run_and_close(self, stop: StopRequest) -> None:
-        """Run; whatever ends it, tell the others to leave, then write what is only in memory."""
+        """Run; however that ends, tell the other roles to leave, then write the state that is only in memory."""
         try:
             try:
                 await self.run(stop)
@@ -113,7 +113,7 @@ class ControllerFrame(ABC):
                 task.cancel()
 
     async def trainer_is_ready(self, version: int) -> TrainerReady:
-        """Wait until the trainer has loaded its model.  Raises CheckpointError: it is at another version than ours."""
+        """Wait until the trainer has loaded its model.  Raises CheckpointError if its version is not `version`."""
         ready = await self.trainer.ready(self.context.meet_timeout_s, self._missing_trainers)
         if ready.policy_version != version:
             raise CheckpointError(
@@ -126,11 +126,11 @@ class ControllerFrame(ABC):
         return [name for name in ranks if self.registry.member(name) is None]
 
     def saved(self, report: SaveReport) -> None:
-        """Take the trainer's word that a checkpoint is written, or that it could not be."""
+        """Take the trainer's report that a checkpoint is written, or could not be."""
         self.checkpoints.reported(report)
 
     async def show(self, limit_s: float | None = None) -> None:
-        """Write the status; after limit_s leave it to be written.  Raises OwnershipLost."""
+        """Write the status; wait for limit_s at most, and leave it to its lane then.  Raises OwnershipLost."""
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self.disk.notes.run(self.board.write, self.board.document())
@@ -140,7 +140,7 @@ class ControllerFrame(ABC):
     async def _outlast_save(self, stop: asyncio.Event) -> None:
         """A run has failed: wait for the trainer's report on a checkpoint as long as it lives, then for its completion.
 
-        Not after `stop`.  A failure is logged.
+        Returns when `stop` is set.  A failure is logged.
         """
         checkpoints = self.checkpoints
         if checkpoints.awaits_trainer:
@@ -168,7 +168,7 @@ class ControllerFrame(ABC):
     async def say_farewell(self) -> None:
         """Send StopRole to every process, and whether another controller will follow."""
         self.board.figures.is_ending = True
-        with suppress(OwnershipLost):  # first: whoever sees a process end knows that it was told to
+        with suppress(OwnershipLost):  # first: a supervisor that sees a process end must know that it was told to
             await self.show(SHOWN_S)
         is_complete = self.board.figures.phase == "complete"
         farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
@@ -183,9 +183,9 @@ class ControllerFrame(ABC):
         await self.show(SHOWN_S)
 
     async def close(self) -> None:
-        """Write to disk what is only in memory.
+        """Write to disk all state that is only in memory.
 
-        Whatever becomes of one part of it, all are tried; then the first failure is raised.  RunDirectoryError: the
+        All parts are tried, also if one fails; then the first failure is raised.  RunDirectoryError: the
         disk has not answered for CLOSING_S.
         """
         self.checkpoints.give_up()

@@ -1,9 +1,9 @@
-"""Act on the figures of optimiser steps as [guard] permits: StepGuard decides, this is what it decides for.
+"""Act on the figures of optimiser steps as [guard] permits: StepGuard decides, Guarding carries it out.
 
     batch ─▶ limit ─▶ trainer ─▶ report ─▶ judge ─▶ admission, guard.jsonl, log ─▶ … step recorded … ─▶ enforce
 
-Guarantees: what was done is on disk before the step counts as done; a step that is repeated is applied or skipped as it
-was, and leads to no second entry.
+Guarantees: an action is on disk before its step counts as done; a step that is repeated is applied or skipped as the
+first time, without a second entry.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from rlhpc.roles.controller.persistence import DiskLane
 
 # ----------------------------------------------------------------------------------------------------------- guard file
 #
-# What the guard did, line by line, in the run directory: `rlhpc audit` and `rlhpc status` read it.
+# Actions of the guard, a line each, in the run directory: `rlhpc audit` and `rlhpc status` read them.
 #
 #     guard.jsonl      {"attempt": 0, "step": 12, "action": "skip", "figures": {"grad_norm": [35.1, null, 4.2]}, …}
 #
-# Input: entries.  Output: lines that are on disk.  It belongs to the run: no resume undoes it, so that a step that
-# was done again after `--step` may have two lines, of different attempts.
+# Input: entries.  Output: lines that are on disk.  The file belongs to the run: no resume undoes it, so that a step
+# that was done again after `--step` may have two lines, of different attempts.
 
 
 @dataclass(frozen=True, slots=True)
 class GuardEntry:
-    """One action."""
+    """One action of the guard."""
 
     attempt: int
     step: int
-    version: int  # that the step began with
+    version: int  # policy version before the step
     action: str  # "warn", "tighten", "skip", "stop"
-    figures: dict[str, Sequence[float | None]]  # out of bounds: value, lowest and highest that is legal
+    figures: dict[str, Sequence[float | None]]  # those out of bounds: [value, lower bound, upper bound]
     groups: Sequence[int]  # of the step's batch
     text: str  # for people
     unix_time_s: float = field(default_factory=time.time)
 
 
 def read_guard_file(path: Path) -> list[GuardEntry]:
-    """All entries, oldest first; none without a file.  A line that a crash cut off is skipped.  Raises OSError."""
+    """Return all entries, oldest first; none without a file.  Skips a line that a crash cut off.  Raises OSError."""
     return LineFile(path, GuardEntry).read()
 
 
@@ -76,9 +76,9 @@ class GuardFile:
 
 log = logging.getLogger("rlhpc.step_guard")
 
-# Consecutive steps that are not finite end the run: one may be a batch's fault, five are the weights' or the rate's.
+# So many consecutive non-finite steps end the run: one may be a batch's fault, five are the weights' or the rate's.
 MAX_SKIPPED_STEPS = 5
-# A run whose batches are all refused learns nothing: consecutive steps after which it ends.
+# A run whose batches are all refused learns nothing: so many consecutive refused steps end it.
 MAX_REFUSED_STEPS = 20
 
 ADVICE = {
@@ -92,11 +92,11 @@ ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class GuardNote:
-    """What the guard made of a step."""
+    """The guard's action on a step, for the progress line and the log."""
 
     action: Action = Action.OFF
-    num_bad_steps: int = 0  # of the alarm that is on
-    text: str = ""  # "": nothing worth telling
+    num_bad_steps: int = 0  # in the current alarm
+    text: str = ""  # for the log; "": nothing to report
 
 
 NOTHING = GuardNote()
@@ -116,11 +116,11 @@ class Guarding:
         attempt: int = 0,
         may_tighten: bool = True,
     ) -> None:
-        """ledger: None where nothing is admitted.  file: where actions are noted; None: nowhere.
+        """ledger: None where nothing is admitted.  file: records actions; None: they are not recorded.
 
-        lane: that writes it; None: one of its own.
+        lane: writes the file; None: a lane of its own.
 
-        may_tighten: False for a deterministic run, where which groups are admitted under which weights is settled.
+        may_tighten: False for a deterministic run, in which the staleness of every group is fixed in advance.
         """
         self._guard, self._ledger, self._attempt = guard, ledger, attempt
         self._file, self._lane = file, lane or DiskLane("guard")
@@ -132,7 +132,7 @@ class Guarding:
         self._set_admission()
 
     def limit(self, batch: PackedBatch, recorded: Trained | None) -> PackedBatch:
-        """The batch with the limits of its step.  recorded: how the step went that is repeated, if it is known."""
+        """Return the batch with the limits of its step.  recorded: of a repeated step, its first result if known."""
         if recorded is None:
             return replace(batch, limits=self._guard.limits())
         everything = tuple(range(len(batch.order)))
@@ -142,7 +142,7 @@ class Guarding:
     async def judge(
         self, report: StepReport, groups: Sequence[RolloutGroup], version: int, recorded: Trained | None
     ) -> GuardNote:
-        """Decide, and do what can be done at once; `enforce` does the rest.  version: that the step began with.
+        """Decide, and do what can be done at once; `enforce` does the rest.  version: of the policy before the step.
 
         Raises TrainingError after too many skipped steps, OwnershipLost.
         """
@@ -169,7 +169,7 @@ class Guarding:
         return GuardNote(judgement.action, self._guard.num_bad_steps, text if judgement.is_news else "")
 
     def enforce(self) -> None:
-        """End the run if the last step asks for it; called when that is recorded.  Raises GuardStop."""
+        """End the run if the last step requires it; called when the step is recorded.  Raises GuardStop."""
         if self._ending is not None:
             raise self._ending
 
@@ -223,7 +223,7 @@ class Guarding:
 
 
 def _skipped(report: StepReport) -> str:
-    """What of a step was refused: all of it, or some of its optimiser steps."""
+    """Words for the refused part of a step: all of it, or some of its optimiser steps."""
     if not report.applied:
         return "; skipped on all ranks"
     places = ", ".join(map(str, report.skipped))

@@ -5,8 +5,8 @@ rollout sink.
 
 LeaseDispatcher keeps every generator supplied, from as few prompts as the bound on staleness allows.  It grants leases
 up to the credit that each generator has stated, and draws a prompt when one has credit and nothing is left to grant:
-whatever is sampled is stamped with the version that is live when it begins.  The only backpressure of the system is
-here: no free slot, no prompt.  RolloutSink gives what comes back its place in the buffer.
+each group is stamped with the version that is live when it is admitted.  The only backpressure of the system is here:
+no free slot, no prompt.  RolloutSink puts returned rollouts into the buffer.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------------------------------------------------- awake clock
 #
-# Seconds in which this process was awake: the clock by which deadlines of others are measured.
+# Seconds in which this process was awake: the clock that measures deadlines of other processes.
 #
-# A process that was stopped, suspended with its machine or blocked by a filesystem has received nothing meanwhile,
-# though everybody may have sent: the messages wait in its queues.  Such time counts neither as silence of others nor
-# towards the deadline of a lease.
+# While this process is stopped, suspended with its machine or blocked by a filesystem, it receives no messages: they
+# wait in its queues.  Such time counts neither as silence of others nor towards the deadline of a lease.
 
 log = logging.getLogger("rlhpc.leases")
-LOOKS_PER_STRETCH = 5  # so that an event loop that is only busy loses none of its time
+LOOKS_PER_STRETCH = 5  # enough that a merely busy event loop loses no time
 
 
 class AwakeClock:
@@ -58,7 +57,7 @@ class AwakeClock:
     def __init__(
         self, clock: Clock, longest_s: float, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        """longest_s: the most that the time between two looks counts for; small compared with every time-out."""
+        """longest_s: limit on the time counted between two looks; small compared with every time-out."""
         self._clock, self._longest_s, self._sleep = clock, longest_s, sleep
         self._counted_s = self._looked_at_s = clock()
 
@@ -73,7 +72,7 @@ class AwakeClock:
             await self._sleep(self._longest_s / LOOKS_PER_STRETCH)
 
     def look(self) -> None:
-        """The event loop runs: count the time since the last look."""
+        """Count the time since the last look; called by the event loop."""
         now_s = self._clock()
         elapsed_s = now_s - self._looked_at_s
         if elapsed_s > 2 * self._longest_s:
@@ -85,29 +84,29 @@ class AwakeClock:
 #
 # Generators ordered by credit: how many more samples each is willing to hold.
 #
-# Input: names whose credit may have changed.  Output: the generator with most credit, of equals the first by name, so
-# that who is granted what is the same in every run.  Pure.  A change and a question cost O(log n) of n generators.
+# Input: names whose credit may have changed.  Output: the generator with most credit, the first by name among equals,
+# so that grants are the same in every run.  Pure.  A change and a query cost O(log n) for n generators.
 
-SPARE = 16  # entries that are out of date, before they are counted as too many
+SPARE = 16  # outdated entries that the heap may always have
 
 
 class CreditQueue:
-    """A heap of credits as they were when they were last looked at; what comes out is looked at again."""
+    """A heap of credits as they were at the last look; an entry is checked again when it is taken out."""
 
     def __init__(self, credit_of: Callable[[str], int]) -> None:
-        """credit_of: a generator's credit now; 0 or less for one that may have nothing."""
+        """credit_of: returns a generator's present credit; 0 or less for one that may be granted nothing."""
         self._credit_of = credit_of
-        self._known: dict[str, int] = {}  # all that had credit
-        self._heap: list[tuple[int, str]] = []  # (−credit, name); out of date where it is not what is known
+        self._known: dict[str, int] = {}  # name → credit at the last look, of generators that had some
+        self._heap: list[tuple[int, str]] = []  # (−credit, name); outdated if _known differs
 
     def look_at_all(self, names: Iterable[str]) -> None:
-        """Forget what is known: these are all generators that there are."""
+        """Start over with these names, which are all the generators."""
         self._known = {name: credit for name in names if (credit := self._credit_of(name)) > 0}
         self._heap = [(-credit, name) for name, credit in self._known.items()]
         heapq.heapify(self._heap)
 
     def look_at(self, name: str) -> None:
-        """Its credit may have changed."""
+        """Look at this generator's credit, which may have changed."""
         credit = self._credit_of(name)
         if credit <= 0:
             self._known.pop(name, None)
@@ -119,11 +118,11 @@ class CreditQueue:
                 heapq.heapify(self._heap)
 
     def set_aside(self, name: str) -> None:
-        """Leave it out until it is looked at again."""
+        """Leave this generator out until the next look at it."""
         self._known.pop(name, None)
 
     def most(self) -> tuple[str, int] | None:
-        """The generator with most credit, and that; None if none has any."""
+        """Return the generator with most credit, and its credit; None if none has any."""
         while self._heap:
             credit, name = -self._heap[0][0], self._heap[0][1]
             if self._known.get(name) != credit:
@@ -137,14 +136,14 @@ class CreditQueue:
 
 # ----------------------------------------------------------------------------------------------------- process registry
 #
-# Registry of the run's processes, as the controller last heard of them.
+# Registry of the run's processes, by their last messages to the controller.
 #
 # Input: Hello and Heartbeat.  Output: which processes are registered, and which have gone silent.  Time is passed in.
 
 
 @dataclass(slots=True)
 class RoleProcess:
-    """One process, as last heard of."""
+    """One process, by its last messages."""
 
     hello: Hello
     beat: Heartbeat
@@ -152,13 +151,13 @@ class RoleProcess:
 
 
 class ProcessRegistry:
-    """Members by name; a newer incarnation of a name replaces the older one, never one of a later start."""
+    """Processes by name; an incarnation replaces an older one of its name, never one that was started later."""
 
     def __init__(self, config_hash: str, dead_after_s: float, clock: Clock, code: str = "") -> None:
-        """code: digest of the controller's own; "": not known."""
+        """code: digest of the controller's own code; "": not known."""
         self._config_hash, self._dead_after_s, self._clock, self._code = config_hash, dead_after_s, clock, code
         self._members: dict[str, RoleProcess] = {}
-        self._latest: dict[str, str] = {}  # name → incarnation, including processes that are gone
+        self._latest: dict[str, str] = {}  # name → newest incarnation, including processes that are gone
 
     def is_superseded(self, name: str, hello: Hello) -> bool:
         """True for an incarnation that is older than one registered under this name."""
@@ -194,7 +193,7 @@ class ProcessRegistry:
     def record(self, name: str, beat: Heartbeat) -> bool:
         """Record a heartbeat.  False, without effect, if the sender is not registered with this controller.
 
-        So is one under whose name its predecessor is: its Hello was lost.
+        A sender whose predecessor is registered under its name is not: its Hello was lost.
         """
         member = self._members.get(name)
         if member is None or beat.incarnation not in ("", member.hello.incarnation):
@@ -216,7 +215,7 @@ class ProcessRegistry:
         return [name for name, member in self._members.items() if role in (None, member.hello.role)]
 
     def member(self, name: str) -> RoleProcess | None:
-        """One process, if it is registered."""
+        """Return one process, None if it is not registered."""
         return self._members.get(name)
 
     def capacity(self, name: str) -> int:
@@ -229,7 +228,7 @@ class ProcessRegistry:
         return sum(self._members[name].beat.metrics.get(metric, 0.0) for name in self.names(role))
 
     def totals(self, prefix: str, *roles: str) -> dict[str, float]:
-        """Sums of all heartbeat metrics that begin so, over all members of these roles."""
+        """Sums of all heartbeat metrics with this prefix, over all members of these roles."""
         found: dict[str, float] = {}
         for name in (name for role in roles for name in self.names(role)):
             for metric, value in self._members[name].beat.metrics.items():
@@ -272,24 +271,24 @@ class LeaseDispatcher:
         fills_slots: bool = False,
         gate: ErrorGate | None = None,
     ) -> None:
-        """on_disk: waited for between admission and lease, where another prompt might be drawn after a restart.
+        """on_disk: awaited between admission and lease, where a restart might otherwise draw another prompt.
 
-        fills_slots: admit as soon as there is a slot, whoever may sample it and when: which prompts are admitted under
-        which version then depends on nothing that takes time.
+        fills_slots: admit as soon as a slot is free, also without a generator that has credit: then no duration
+        decides which prompts are admitted under which version.
         """
         self._leases, self._buffer, self._ledger, self._prompts = leases, buffer, buffer.ledger, prompts
         self._weight_sync, self._registry, self._on_disk = weight_sync, registry, on_disk
         self._fills_slots, self._gate = fills_slots, gate
         self._work = asyncio.Event()
         self._queue = CreditQueue(self._credit_of)
-        self._changed: set[str] = set()  # generators whose credit may be another
+        self._changed: set[str] = set()  # generators whose credit may have changed
         self._is_all_changed = True
         self.is_open = True  # False: nothing new is admitted, the run is ending
 
     def wake(self, name: str = "") -> None:
         """Call when a slot, a credit, a generator or a version has changed.
 
-        name: of the generator that alone is concerned; the others are not looked at then.
+        name: of the only generator with a change; the others are not looked at then.
         """
         if name:
             self._changed.add(name)
@@ -315,13 +314,13 @@ class LeaseDispatcher:
             self._work.clear()
             if self.is_open and self._weight_sync.live_version >= 0:
                 self._buffer.readmit(self._weight_sync.live_version)
-                # In quarantine what is free may be for nobody, and says nothing of what others could sample.
+                # Free room of a quarantined generator is nobody's, and says nothing about what others could sample.
                 if self._fills_slots or self._ledger.is_quarantining:
                     await self._admit(math.inf)
                 await self._grant()
 
     async def _admit(self, num_samples: float) -> bool:
-        """Draw prompts of which so many samples are wanted, as far as slots are free; whether some may be granted."""
+        """Draw prompts for num_samples samples, as far as slots are free; return whether some may be granted."""
         is_new = False
         while num_samples > 0 and self._ledger.has_slot:
             version = self._weight_sync.live_version
@@ -330,7 +329,7 @@ class LeaseDispatcher:
             num_samples -= len(self._ledger.group(self._buffer.admit(prompt, version, size)).members)
             is_new = True
         if is_new and self._on_disk is not None:
-            # Who samples a group by its id goes on after a restart, and must not find another prompt there.
+            # Generators keep sampling a group by its id over a restart: the id must not get another prompt then.
             await self._on_disk()
         return is_new
 
@@ -360,7 +359,7 @@ class LeaseDispatcher:
             self._queue.look_at(name)
 
     def _look(self) -> None:
-        """Look at the credit of whoever may have another than before."""
+        """Look at the credit of generators whose credit may have changed."""
         relieved = self._ledger.take_relieved()
         if self._is_all_changed:
             self._is_all_changed = False
@@ -371,7 +370,7 @@ class LeaseDispatcher:
         self._changed.clear()
 
     def _leave_out(self, name: str) -> None:
-        """Grant it nothing more now; it is looked at again with the next wake."""
+        """Grant this generator nothing more until the next wake."""
         self._queue.set_aside(name)
         self._changed.add(name)
 
@@ -392,20 +391,20 @@ class IntakeStats:
     """Groups finished since the last step was recorded, dropped ones included."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
-    shaped_rewards: list[float] = field(default_factory=list)  # of the members of groups
+    shaped_rewards: list[float] = field(default_factory=list)  # one per member of these groups
     num_zero_variance: int = 0
     num_dropped: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
 
     def add_to(self, totals: Totals) -> None:
-        """Count it as a part of the run."""
+        """Add these counts to the totals of the run."""
         totals.tokens_generated += self.num_tokens
         totals.groups_dropped += sum(self.num_dropped.values())
         totals.zero_variance_groups += self.num_zero_variance
 
 
 class RolloutSink:
-    """Receives scored rollouts; synchronous, so that a rollout is never half received."""
+    """Receives scored rollouts; synchronous, so that no rollout is ever half received."""
 
     def __init__(
         self,
@@ -418,9 +417,9 @@ class RolloutSink:
         lost_leases: LostLeases | None = None,
         of_one_version: bool = False,
     ) -> None:
-        """prompts: told how groups went.  lost_leases: the ledger's; deaths of reward workers are added.
+        """prompts: learns pass rates of groups.  lost_leases: the ledger's; deaths of reward workers are added.
 
-        of_one_version: take only what the weights of its admission sampled whole.
+        of_one_version: accept only rollouts sampled whole by the version of their admission.
         """
         self._shaping = shaping or RewardShaping()
         self._buffer, self._ledger = buffer, buffer.ledger
@@ -428,15 +427,15 @@ class RolloutSink:
         self._prompts = prompts
         self._lost_leases = lost_leases or LostLeases()
         self._num_consecutive_zero_variance = 0
-        self._last_alike: list[tuple[float, bool]] = []  # reward of all members, and whether one is correct
+        self._last_alike: list[tuple[float, bool]] = []  # of groups without variance: reward, is any correct
         self.stats = IntakeStats()
-        self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
+        self.cancelled: list[int] = []  # dropped groups with members that are still being sampled
 
     def receive(self, holder: str, scored: ScoredRollout, prompt_checksum: int) -> bool:
         """Receive one rollout.  True: a slot became free or a group is finished.  prompt_checksum: as in Delivery.
 
         Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often,
-        LedgerError if a lease was sampled by weights that it was not for.
+        LedgerError if a lease was sampled by other weights than its own.
         """
         rollout = scored.rollout
         record = self._ledger.wanted(rollout.group_id, rollout.sample_index)
@@ -468,7 +467,7 @@ class RolloutSink:
         return True
 
     def _check_holder(self, holder: str, rollout: Rollout, record: GroupRecord) -> None:
-        """Who holds a lease samples it with the live weights: others would not be better the next time."""
+        """Raise LedgerError if the lease's holder sampled the rollout: sampled again, it would be no better."""
         if record.members[rollout.sample_index].holder == holder:
             raise LedgerError(
                 f"{holder} was given sample {rollout.sample_index} of group {rollout.group_id}, admitted under version "
@@ -477,10 +476,10 @@ class RolloutSink:
             )
 
     def restored(self, groups: Iterable[ResolvedGroup]) -> None:
-        """Groups have come back from the journal, finished or dropped: count them, as if they arrived now.
+        """Count groups that the journal has given back, finished or dropped, as if they arrived now.
 
-        Their tokens count already, as those of unfinished groups do (Replay.num_tokens).  One that is finished and has
-        no variance is dropped, if that was not recorded any more.
+        Their tokens are counted already, like those of unfinished groups (Replay.num_tokens).  A finished group
+        without variance is dropped, if its drop was not recorded.
         """
         for resolved in groups:
             group = resolved.group
@@ -496,7 +495,7 @@ class RolloutSink:
     def refuse(self, group_id: int) -> None:
         """Drop a group that is no longer granted: its prompt is quarantined, or one of its members has lost its leases.
 
-        Raises StarvedError or RoleFailed when that happens too often: a run must not go on with what it refuses.
+        Raises StarvedError or RoleFailed when that happens too often: a run must not go on if it refuses most groups.
         """
         record = self._ledger.open_record(group_id)
         if record is None:
@@ -545,7 +544,7 @@ class RolloutSink:
         return stats
 
     def counted_in(self, totals: Totals) -> Totals:
-        """A copy of the totals with what `drain` would return now: a checkpoint has these rollouts."""
+        """Return a copy of the totals plus the counts that `drain` would return: a checkpoint has these rollouts."""
         copy = replace(totals)
         self.stats.add_to(copy)
         return copy

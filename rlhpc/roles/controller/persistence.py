@@ -1,11 +1,11 @@
-"""Write what the controller keeps on disk: in order, beside its event loop, and again where the disk has refused.
+"""Write the controller's files: in order, beside its event loop, and again where the disk has refused.
 
 In this file: segments, sealed again where the disk has refused; threads that write, a lane for each kind of file;
 running rollouts; the journal.
 
-The journal is written as fast as the disk allows, and generators are told what they may forget:
+The journal is written as fast as the disk allows, and generators are told which rollouts they may delete:
 
-    Delivery ─▶ buffer, journal ─▶ commit, in its lane ─▶ Delivered       one commit for all that came meanwhile
+    Delivery ─▶ buffer, journal ─▶ commit, in its lane ─▶ Delivered   one commit for all arrivals since the last
 
 A failed write is reported and retried with growing pauses (rlhpc/base/patience.py): meanwhile nothing is acknowledged,
 and no weights are published.
@@ -36,12 +36,12 @@ from rlhpc.protocol.messages import CancelGroup, Delivered, Delivery, LeaseProgr
 #
 # Seal segments again where the disk has refused, for as long as `Patience` allows (rlhpc/base/patience.py).
 #
-# Segments that are due wait in memory meanwhile, and none is lost; a checkpoint is left out, and another one is tried
-# soon (checkpoints.py).
+# Meanwhile due segments wait in memory, and none is lost; a checkpoint is skipped, and another is tried soon
+# (checkpoints.py).
 
 log = logging.getLogger("rlhpc.persistence")
 
-LONGEST_CHECKPOINT_PAUSE_S = 20.0  # another try costs all ranks a copy of their state
+LONGEST_CHECKPOINT_PAUSE_S = 20.0  # each further try costs all ranks a copy of their state
 
 
 class PatientSealing:
@@ -52,7 +52,7 @@ class PatientSealing:
 
     @property
     def disk_trouble(self) -> str:
-        """Why the last segment was refused, and what happens next; "": it was not."""
+        """Reason why the last segment could not be written, and what happens next; "" if it was written."""
         return self._patience.trouble
 
     def tick(self) -> None:
@@ -79,18 +79,18 @@ class PatientSealing:
 #
 #     owner of some files ──▶ their lane ──▶ one thread, one job after the other ──▶ disk
 #
-# Input: calls that touch files.  Output: what they return. Guarantees: the jobs of a lane are done in the order in
-# which they were given, never two at a time; a job that was given is done, also if whoever waited for it was
-# cancelled.  Lanes do not wait for each other: a checkpoint of minutes holds back no acknowledgement.  While the event
-# loop runs, nothing else touches what a lane writes: the last write before the end is a job, too.  A disk that never
-# answers keeps no process from ending.
+# Input: calls that touch files.  Output: their return values.  Guarantees: the jobs of a lane are done in the order in
+# which they were given, never two at a time; a job that was given is done, also if its caller is cancelled.  Lanes do
+# not wait for each other: a checkpoint of minutes delays no acknowledgement.  While the event loop runs, nothing else
+# touches the files of a lane: the last write before the end is a job, too.  A disk that never answers keeps no process
+# from ending.
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class _Thread(Executor):
-    """One daemon thread: Python waits at its end for those of a ThreadPoolExecutor, however long they hang."""
+    """One daemon thread: at exit Python would wait for threads of a ThreadPoolExecutor, however long they hang."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # None: the end
@@ -119,7 +119,7 @@ class _Thread(Executor):
 
 
 class DiskLane:
-    """The jobs of files that belong together, and the thread that does them."""
+    """A queue of jobs on files that belong together, and the thread that does them."""
 
     def __init__(self, name: str) -> None:
         """name: for people; the thread starts with the first job."""
@@ -129,13 +129,13 @@ class DiskLane:
 
     @property
     def unfinished(self) -> set[asyncio.Future[Any]]:
-        """The jobs that were given and are not done."""
+        """Jobs that were given and are not done."""
         return {job for job in self._unfinished if not job.done()}
 
     async def run(self, job: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Do a job after all that were given before it, and return what it returns.  Raises what it raises.
+        """Do a job after all that were given before it; return its result or raise its exception.
 
-        It is given at once; a caller that is cancelled meanwhile leaves it to be done, and a failure is logged then.
+        The job is queued at once; if the caller is cancelled it is still done, and its failure is logged.
         """
         given = asyncio.get_running_loop().run_in_executor(self._thread, partial(job, *args, **kwargs))
         self._unfinished.add(given)
@@ -159,7 +159,7 @@ class DiskWriter:
     """The lanes of one controller."""
 
     def __init__(self) -> None:
-        self.journal = DiskLane("journal")  # acknowledgements and new weights wait for it
+        self.journal = DiskLane("journal")  # acknowledgements and new weights wait for these jobs
         self.partials = DiskLane("partials")
         self.segments = DiskLane("segments")  # seconds a job
         self.checkpoints = DiskLane("checkpoints")  # minutes a job: every byte is read again
@@ -168,7 +168,7 @@ class DiskWriter:
         self._lanes = self.journal, self.partials, self.segments, self.checkpoints, self.notes, self.metrics
 
     async def close(self, limit_s: float) -> list[str]:
-        """Wait until all jobs are done, for limit_s at most; return the names of lanes that have some left."""
+        """Wait until all jobs are done, for limit_s at most; return the names of lanes with unfinished jobs."""
         if unfinished := set[asyncio.Future[Any]]().union(*(lane.unfinished for lane in self._lanes)):
             await asyncio.wait(unfinished, timeout=limit_s)
         late = [lane.name for lane in self._lanes if lane.unfinished]
@@ -179,21 +179,21 @@ class DiskWriter:
 
 # ------------------------------------------------------------------------------------------------------ partial keeping
 #
-# Receive what generators report of running rollouts, and keep it on disk beside the journal.
+# Receive the generators' reports on running rollouts, and keep them on disk beside the journal.
 #
-#     LeaseProgress ─▶ prefixes in the ledger ─▶ partials_*.log, in their lane    one write for all that came meanwhile
-#                   └─▶ ShowWhole, to a generator whose beginning is not known here
+#     LeaseProgress ─▶ prefixes in the ledger ─▶ partials_*.log, in their lane   one write for all since the last
+#                   └─▶ ShowWhole, to a generator if the beginning of a rollout is missing here
 #
-# Nothing waits for these files, neither weights nor acknowledgements.  A failed write is dropped with one warning, and
-# after a pause a file is begun with all that is known then.
+# Neither weights nor acknowledgements wait for these files.  A failed write is dropped with one warning, and after a
+# pause a new file is begun with all prefixes known by then.
 
-SEND_S = 1.0  # for a generator to take a message; its next report asks for another
-BATCH_S = 0.2  # reports that come meanwhile are written together
-REFUSED_PAUSE_S = 20.0  # after a disk has refused
+SEND_S = 1.0  # send timeout; a ShowWhole that is lost is sent again after the generator's next report
+BATCH_S = 0.2  # reports that arrive within this time are written together
+REFUSED_PAUSE_S = 20.0  # after a failed write
 
 
 class PartialKeeping:
-    """The way of partial rollouts into the controller."""
+    """Receives partial rollouts and writes them to disk."""
 
     def __init__(
         self,
@@ -206,22 +206,22 @@ class PartialKeeping:
         newest_version: Callable[[], int],
         commit_groups: Callable[[], None],
     ) -> None:
-        """lane: that writes.
+        """lane: the one that writes the files.
 
-        timeline: of this controller; reports of others are ignored, as their weights do not count.
+        timeline: this controller's; reports of other timelines are ignored, as their weights do not count.
 
-        newest_version: that any generator can have sampled with.
-        commit_groups: called when something was received: without its admission a rollout is not continued.
+        newest_version: the newest with which any generator can have sampled.
+        commit_groups: called when prefixes are kept: a rollout is continued only if its admission is on disk.
         """
         self._timeline, self._commit_groups, self._lane = timeline, commit_groups, lane
         self._intake, self._files, self._leases, self._newest_version = intake, files, leases, newest_version
         self._news: list[PartialRollout] = []
         self._work = asyncio.Event()
-        self._complained: set[str] = set()  # of whom
-        self._has_refused = False  # the disk
+        self._complained: set[str] = set()  # generators about which a warning was logged
+        self._has_refused = False  # whether the last write failed
 
     async def receive(self, name: str, message: LeaseProgress) -> None:
-        """Take a generator's report."""
+        """Add a generator's report to the ledger's prefixes."""
         if message.timeline != self._timeline:
             return
         try:
@@ -243,11 +243,11 @@ class PartialKeeping:
                 await self._leases.send(name, ShowWhole(tuple(receipt.wanted)), timeout_s=SEND_S)
 
     def handed_back(self, message: LeaseReturn) -> None:
-        """A generator that leaves has handed back members of a lease: keep what there is of them now."""
+        """Keep the present tokens of members of a lease that a leaving generator has handed back."""
         self._keep(self._intake.whole((message.group_id, index) for index in message.sample_indices))
 
     async def run(self) -> None:
-        """Write, endlessly."""
+        """Write prefixes, endlessly."""
         if not await self._lane.run(seen, lambda: self._files.is_empty, False):
             # What an earlier attempt has left is replaced by what this one took up, before it makes versions anew that
             # the rest may be of.
@@ -259,7 +259,7 @@ class PartialKeeping:
             await asyncio.sleep(REFUSED_PAUSE_S if self._has_refused else BATCH_S)
 
     async def close(self, *, is_complete: bool) -> None:
-        """Close the files.  is_complete: nothing will be continued."""
+        """Close the files.  is_complete: no rollout will be continued."""
         if is_complete:
             with suppress(JournalError, OwnershipLost):  # they are small, and a run that is complete reads none
                 await self._lane.run(self._files.discard)
@@ -297,17 +297,17 @@ class PartialKeeping:
 
 @dataclass(slots=True)
 class _Receipts:
-    """Deliveries of one outbox."""
+    """Deliveries from one outbox."""
 
     outbox: str
     acknowledged: int = 0
-    received: dict[int, int] = field(default_factory=dict)  # number → rollout of the journal that it became
-    is_asked_again: bool = False  # something came again that is acknowledged: that message may be lost
+    received: dict[int, int] = field(default_factory=dict)  # delivery number → number of the rollout in the journal
+    is_asked_again: bool = False  # an acknowledged delivery came again: the acknowledgement may be lost
 
     def advance(self, num_durable: int) -> bool:
-        """Count deliveries as acknowledged that are on disk, as far as none before them is missing.
+        """Count deliveries that are on disk as acknowledged, up to the first that is not.
 
-        Returns whether the generator is to be told.
+        Returns whether an acknowledgement is to be sent.
         """
         before, is_asked_again, self.is_asked_again = self.acknowledged, self.is_asked_again, False
         while self.received.get(self.acknowledged + 1, num_durable + 1) <= num_durable:
@@ -317,14 +317,14 @@ class _Receipts:
 
 
 async def at_once() -> None:
-    """Stands for Journaling.durable where there is no journal."""
+    """Return at once; takes the place of Journaling.durable where there is no journal."""
 
 
 class Journaling:
-    """Commits and acknowledges."""
+    """Commits the journal and acknowledges deliveries."""
 
     def __init__(self, journal: RolloutJournal, leases: ServerChannel, clock: Clock, lane: DiskLane) -> None:
-        """lane: that commits."""
+        """lane: the one that commits."""
         self._journal, self._leases, self._lane = journal, leases, lane
         self._patience = Patience(clock)
         self._receipts: dict[str, _Receipts] = {}  # by generator
@@ -332,11 +332,11 @@ class Journaling:
 
     @property
     def disk_trouble(self) -> str:
-        """Why the last commit was refused, and what happens next; "": it was not."""
+        """Reason why the last commit failed, and what happens next; "" if it did not."""
         return self._patience.trouble
 
     def received(self, name: str, delivery: Delivery) -> None:
-        """A rollout has arrived, and the journal has it in memory, or has had it before."""
+        """Note a rollout that has arrived and that the journal has, at least in memory."""
         receipts = self._receipts.get(name)
         if receipts is None or receipts.outbox != delivery.outbox:
             receipts = self._receipts[name] = _Receipts(delivery.outbox)
@@ -348,12 +348,12 @@ class Journaling:
         self._work.set()
 
     def commit_soon(self) -> None:
-        """Commit what the journal has, though no rollout may arrive for long."""
+        """Commit the journal soon, without waiting for the next rollout."""
         if not self._journal.holds(self._journal.position):
             self._work.set()
 
     async def durable(self) -> None:
-        """Return once everything that the journal has now is on disk."""
+        """Return once the journal's present content is on disk."""
         position = self._journal.position
         while not self._journal.holds(position):
             self._committed.clear()

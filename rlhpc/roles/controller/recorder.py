@@ -1,10 +1,10 @@
 """Records each step: totals, TensorBoard and the progress line.
 
-Input: StepRecord.  Called between steps; nothing is decided from what it measures.
+Input: StepRecord.  Called between steps; no decision depends on its figures.
 
     record ──▶ totals, live line ──▶ unwritten ──▶ figures of every rollout, TensorBoard, in their lane
 
-What a checkpoint holds, the totals, is up to date when `record` returns; what people look at follows.
+The totals, which checkpoints hold, are up to date when `record` returns; event files and samples follow.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from rlhpc.roles.lifecycle import RoleContext
 #
 # The metrics of a step, under the stable names of rlhpc/metrics/names.py.
 #
-# Input: StepRecord and the rollouts since the previous step.  Output: scalars.  No decisions are made from these.
+# Input: StepRecord and the rollouts since the previous step.  Output: scalars.  No decision depends on them.
 
 
-# What the trainer reports, and its name in the table; every other name is the loss's own.
+# Names in the trainer's report → names in the table; every other name is the loss's own.
 _REPORTED = {
     "loss": "trainer/loss",
     "grad_norm": "trainer/grad_norm",
@@ -74,7 +74,7 @@ _OF_DATASETS = {
 
 
 def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
-    """Metrics of the batch and of the optimiser step; what a loss reports under a new name NAME is policy/NAME."""
+    """Metrics of the batch and the optimiser step; a loss's own metric NAME becomes policy/NAME."""
     return (
         step_figures(record, token_budget)
         | staleness_figures(record.groups, record.trained_version)
@@ -87,7 +87,7 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
 
 
 def step_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
-    """Metrics of the optimiser step and of its rows, whatever they are made of."""
+    """Metrics of the optimiser step and of its rows, of rollouts or demonstrations."""
     report = dict(record.report.metrics)
     squares = report.pop("importance_weight_squared", None)
     by_age = {name: report.pop(name) for name in list(report) if name.startswith("age_")}
@@ -109,13 +109,13 @@ def step_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
 
 
 def sampling_figures(stats: IntakeStats) -> dict[str, float]:
-    """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
+    """Metrics of all groups finished since the last step, with those of zero variance: they show the policy's skill."""
     shaped = {"reward/shaped_mean": float(np.mean(stats.shaped_rewards))} if stats.shaped_rewards else {}
     return reward_figures(stats.groups) | length_figures(stats.groups) | shaped
 
 
 def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Figures of each task: what rewards/outcomes.py counts, and the mean time of a completion."""
+    """Figures of each task: the counts of rewards/outcomes.py, and the mean seconds to verify a completion."""
     found: dict[str, float] = {}
     for task, figures in tasks.items():
         found |= {f"verifier_{name}/{task}": value for name, value in figures.items() if name != SECONDS}
@@ -124,7 +124,7 @@ def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 
 def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, float]:
-    """Figures of every dataset by its name, where there are several; none of one of which no group is finished."""
+    """Figures of each dataset with finished groups, by its name; none if there is only one dataset."""
     figures: dict[str, float] = {}
     for place, name in enumerate(names if len(names) > 1 else ()):
         own = [group for group in groups if group.prompt.prompt_id % len(names) == place]
@@ -146,17 +146,17 @@ def histograms(record: StepRecord) -> dict[str, np.ndarray]:
 # ------------------------------------------------------------------------------------------------------------- recorder
 
 RATE_WINDOW_S = 20.0
-DETAILS_EVERY_STEPS = 10  # histograms and completions: large beside the numbers, and segments hold everything
-NUM_SAMPLES = 2  # completions
-NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, and plans must allow for them
-MAX_UNWRITTEN = 4  # steps, with their rollouts: if the lane is slower than steps are, these wait for it
+DETAILS_EVERY_STEPS = 10  # for histograms and completions: they are large, and segments hold everything
+NUM_SAMPLES = 2  # completions shown
+NUM_RECENT_STEPS = 10  # the longest of these is reported: long steps are rare, and plans must allow for them
+MAX_UNWRITTEN = 4  # steps, with their rollouts, that may wait for a slow lane; then training waits
 
 
 Step = TypeVar("Step")
 
 
 class UnwrittenSteps(Generic[Step]):
-    """Steps that were recorded, and are written in their lane: what people look at follows."""
+    """Recorded steps, which a lane writes afterwards."""
 
     def __init__(self, lane: DiskLane, write: Callable[[Step], None]) -> None:
         """write: writes one step; one at a time, in their order."""
@@ -165,7 +165,7 @@ class UnwrittenSteps(Generic[Step]):
         self._has_work, self._has_room = asyncio.Event(), asyncio.Event()
 
     async def put(self, step: Step) -> None:
-        """Have it written; wait while many are not."""
+        """Queue a step; wait while MAX_UNWRITTEN steps are queued."""
         self.steps.append(step)
         self._has_work.set()
         while len(self.steps) > MAX_UNWRITTEN:
@@ -173,14 +173,14 @@ class UnwrittenSteps(Generic[Step]):
             await self._has_room.wait()
 
     async def run(self) -> None:
-        """Write what was put in, endlessly."""
+        """Write queued steps, endlessly."""
         while True:
             await self._has_work.wait()
             self._has_work.clear()
             await self.write_all()
 
     async def write_all(self) -> None:
-        """Write what is left."""
+        """Write the steps that are left."""
         while self.steps:
             step = self.steps.popleft()
             self._has_room.set()
@@ -188,7 +188,7 @@ class UnwrittenSteps(Generic[Step]):
 
 
 class StepTimes:
-    """Durations of steps, the rate of training and the time that is left, between the steps of one attempt."""
+    """Durations of the steps of one attempt, the training rate and the time left."""
 
     def __init__(self, num_steps: int, clock: Clock) -> None:
         self._eta, self._clock = Eta(num_steps), clock
@@ -202,7 +202,7 @@ class StepTimes:
         self._trained = Rate(RATE_WINDOW_S, self._last_step_at)
 
     def step_done(self, num_steps: int, num_tokens: int) -> float:
-        """Take the end of a step, the num_steps-th; return its duration in seconds."""
+        """Note the end of the step after which num_steps are done; return its duration in seconds."""
         now = self._clock()
         step_s = now - (self._last_step_at if self._last_step_at is not None else now)
         self._last_step_at = now
@@ -217,18 +217,18 @@ class StepTimes:
         return self._trained.per_second(self._clock())
 
     def show(self, live: LiveFigures) -> None:
-        """Put the longest of the last steps, and the time that is left, into the figures that people see."""
+        """Copy the duration of the longest recent step and the time left to the live figures."""
         live.step_s, live.eta_s = max(self._recent_s), self._eta.remaining_s()
 
 
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
-    """A step, as `record` leaves it."""
+    """A step that is recorded and not yet written."""
 
     record: StepRecord
     stats: IntakeStats
-    figures: dict[str, float]  # those that are known already
-    samples: list[Sample]  # none: this step shows none
+    figures: dict[str, float]  # known before its rollouts are counted
+    samples: list[Sample]  # empty: no completions are shown at this step
 
 
 class RunRecorder:
@@ -282,7 +282,7 @@ class RunRecorder:
         await self._unwritten.put(_Unwritten(record, stats, figures, samples))
 
     async def run(self) -> None:
-        """Write what was recorded, endlessly."""
+        """Write recorded steps, endlessly."""
         await self._unwritten.run()
 
     def close_totals(self) -> None:
@@ -290,7 +290,7 @@ class RunRecorder:
         self._totals.wall_s = self._clock() - self._wall_from
 
     async def close(self) -> None:
-        """Write what is left, and flush."""
+        """Write the steps that are left, and flush."""
         await self._unwritten.write_all()
         await self._lane.run(self._recorder.close)
 
@@ -404,11 +404,11 @@ class RunRecorder:
         ]
 
     def _completion(self, rollout: Rollout) -> str:
-        """The completion of several turns, with the special tokens that tell them apart."""
+        """Text of a completion; if it has several turns, with the special tokens between them."""
         return self._tokenizer.decode(rollout.token_ids, keep_special_tokens=not rollout.loss_mask.all())
 
     def _show_totals(self) -> None:
-        """What a resume knows before its first step; where none is left, the rates are those of the whole run."""
+        """Copy totals to the live figures before the first step; if no step is left, with rates of the whole run."""
         live, totals = self._live, self._totals
         live.reward, live.staleness_max = totals.last_reward, totals.staleness_max
         live.checkpoints_failed = totals.checkpoints_failed
@@ -443,7 +443,7 @@ class StageRecorder:
         clock: Clock,
         num_conversations: int,
     ) -> None:
-        """live: with the step to begin with.  num_conversations: of an epoch."""
+        """live: holds the step to begin with.  num_conversations: of an epoch."""
         self._config, self._totals, self._live, self._held_out = context.config, totals, live, held_out
         self._channels, self._lane, self._clock = channels, lane, clock
         self._epochs_a_step = context.config.sft.batch_size / num_conversations
@@ -455,7 +455,7 @@ class StageRecorder:
         live.checkpoints_failed = totals.checkpoints_failed
 
     def training_begins(self) -> None:
-        """Training time is counted from here."""
+        """Call when training begins: training time is counted from here."""
         self._times.begin()
         self._live.phase = "training"
 
@@ -498,7 +498,7 @@ class StageRecorder:
         await self._unwritten.put((record, figures))
 
     async def run(self) -> None:
-        """Write what was recorded, endlessly."""
+        """Write recorded steps, endlessly."""
         await self._unwritten.run()
 
     def close_totals(self) -> None:
@@ -506,7 +506,7 @@ class StageRecorder:
         self._totals.wall_s = self._clock() - self._wall_from
 
     async def close(self) -> None:
-        """Write what is left, and flush."""
+        """Write the steps that are left, and flush."""
         await self._unwritten.write_all()
         await self._lane.run(self._recorder.close)
 
@@ -529,14 +529,14 @@ def open_event_file(context: RoleContext, step: int) -> Recorder:
 
 @dataclass(slots=True)
 class Decoding:
-    """What engines did between two readings, summed over them."""
+    """Decoding time and tokens between two readings, summed over engines."""
 
     busy_s: float = 0.0
-    decoding_s: float = 0.0  # of busy_s, counted for each rollout that was decoded
+    decoding_s: float = 0.0  # busy time times the number of rollouts being decoded
     num_tokens: float = 0.0
 
     def figures(self) -> dict[str, float]:
-        """Metrics; of an interval without a token none."""
+        """Metrics; none for an interval without tokens."""
         if not (self.busy_s > 0 and self.num_tokens > 0):
             return {}
         return {
@@ -555,7 +555,7 @@ class _Reading:
 
 
 class GeneratorMeter:
-    """How busy the generators were between two readings of the counters in their heartbeats.
+    """Measures how busy generators were between two readings of the counters in their heartbeats.
 
     Counters start at 0 with every incarnation; the first reading of an incarnation counts nothing.
     """
@@ -563,7 +563,7 @@ class GeneratorMeter:
     def __init__(self, registry: ProcessRegistry) -> None:
         self._registry = registry
         self._last: dict[str, _Reading] = {}
-        self.decoding = Decoding()  # before the last look
+        self.decoding = Decoding()  # between the last two readings
 
     def look(self) -> tuple[float, float]:
         """Return seconds since the previous reading and those of them that were idle, summed over generators."""

@@ -1,4 +1,4 @@
-"""What a run tells of itself in files, for people and the launcher: its status now, over time, and at its end.
+"""Write the run's status to files, for people and the launcher: now, over time, and at its end.
 
 In this file: summary.json, written once; timeline.jsonl; status.json, replaced about once a second.
 """
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 #
 # The metrics of a whole run, written once at its end.
 #
-# Input: the counters and the sealed segments.  Output: summary.json.  The reward curve is read from the segments and
-# nowhere else: a rollout counts for the version under which its group was admitted, whether or not it was trained on.
+# Input: the counters and the sealed segments.  Output: summary.json.  The reward curve is read from the segments alone:
+# a rollout counts for the version under which its group was admitted, whether or not it was trained on.
 
 log = logging.getLogger("rlhpc.run_status")
 _COLUMNS = (
@@ -58,14 +58,14 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
     """Return {admitted version: (mean reward, number of rollouts)} over all groups of which every member was scored.
 
     Dropped and leftover groups count as well: without zero-variance groups the curve would show which groups are
-    trained on and not what the policy can do.  What cannot be read any more is left out, with a warning.
+    trained on and not the policy's skill.  Damaged segments are left out, with a warning.
     """
     sums: dict[int, float] = defaultdict(float)
     counts: dict[int, int] = defaultdict(int)
     for path in segments_that_are_left(rollouts, partial(log.warning, "reward_by_version lacks a segment: %s")):
         try:
             columns = patiently(partial(read_columns, path, _COLUMNS), path)
-        except SegmentError as error:  # of a run that has done all its steps: no other attempt could do more
+        except SegmentError as error:  # the run has done all its steps: another attempt could not do more
             log.warning("reward_by_version lacks the groups of a segment: %s", error)
             continue
         is_judged = columns["rollouts/verdict"] != Verdict.VERIFIER_ERROR.value
@@ -135,13 +135,13 @@ def _mean(curve: dict[int, tuple[float, int]], start: int, end: int) -> float | 
 #
 # Busy and waiting time of every process over the run's lifetime: timeline.jsonl, for `rlhpc report`.
 #
-# Input: what the registry says of every process, twice a second.  Output: a line for each interval with the share of it
+# Input: the registry's row of every process, twice a second.  Output: a line for each interval with the share of it
 # that each process worked or waited, and a line for each arrival and loss.  Intervals grow with the number of processes
-# and with the age of the run, which its first line tells, so that a month of a large run stays megabytes, however often
-# it is requeued.  A full disk delays lines, and the file says for how long.  No decision is made from this.
+# and with the age of the run, counted from the file's first line, so that a month of a large run stays megabytes,
+# however often it is requeued.  A full disk delays lines, and the file says for how long.  No decision depends on it.
 
-SILENT_S = 3.0  # without a sign of life
-SHORTEST_S = 5.0  # of an interval
+SILENT_S = 3.0  # without a heartbeat
+SHORTEST_S = 5.0  # shortest interval
 RETRY_S = 5.0  # between two tries to write to a full disk: each logs a warning
 _INTERVALS_AT_AGE = 1000  # a run of age t has intervals of t / 1000
 _PROCESSES_PER_S = 16
@@ -151,7 +151,7 @@ _MOST_PENDING = 10_000  # lines, while the disk is full
 
 @dataclass(slots=True)
 class _Watched:
-    """A process in the interval that goes on."""
+    """A process in the current interval."""
 
     row: Mapping[str, Any]  # as last reported
     looks: Counter[str] = field(default_factory=Counter)
@@ -159,12 +159,12 @@ class _Watched:
 
 
 class Timeline:
-    """Watches, and writes.  One thread may call `look` while another one calls `write`."""
+    """Observes processes and writes the timeline.  One thread may call `look` while another calls `write`."""
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
         self._lines = LineFile(path, TimelineEntry, fence)
-        self._news: SimpleQueue[TimelineEntry] = SimpleQueue()  # from one to the other
-        self._pending: deque[TimelineEntry] = deque(maxlen=_MOST_PENDING)  # of the one that writes
+        self._news: SimpleQueue[TimelineEntry] = SimpleQueue()  # from `look` to `write`
+        self._pending: deque[TimelineEntry] = deque(maxlen=_MOST_PENDING)  # used by `write` alone
         self._watched: dict[str, _Watched] = {}
         self._first_s = _first_line_s(path)  # of an earlier attempt, if there was one
         self._since_s = 0.0
@@ -172,7 +172,7 @@ class Timeline:
         self._tried_s = 0.0
 
     def look(self, now_s: float, rows: Sequence[Mapping[str, Any]], *, attempt: int, step: int, phase: str) -> None:
-        """Take in what is reported of all processes; now_s: the wall clock."""
+        """Add the present states of all processes; now_s: the wall clock."""
         self._first_s = self._first_s or now_s
         self._since_s = self._since_s or now_s
         where = {"attempt": attempt, "step": step, "phase": phase}
@@ -184,7 +184,7 @@ class Timeline:
             self._close_interval(now_s, where)
 
     def write(self, now_s: float) -> None:
-        """Append what is pending; it stays if that fails.  Raises OwnershipLost."""
+        """Append pending lines; they stay pending if that fails.  Raises OwnershipLost."""
         while not self._news.empty():
             self._pending.append(self._news.get())
         if not self._pending or now_s - self._tried_s < (RETRY_S if self._failed_since_s is not None else 0.0):
@@ -229,7 +229,7 @@ class Timeline:
 
 
 def _first_line_s(path: Path) -> float:
-    """When the first whole line was written; 0: there is none."""
+    """Wall-clock time of the first whole line, in seconds; 0 if there is none."""
     with suppress(OSError), path.open("rb") as file:
         for line in islice(file, _MOST_FIRST_LINES):
             with suppress(ValueError, KeyError, TypeError):
@@ -248,7 +248,7 @@ def _loss(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shares(watched: _Watched, seconds: float) -> dict[str, float]:
-    """Shares of an interval.  An engine counts its own busy time, which looks at its state only sample."""
+    """Shares of an interval by state.  Engines count their busy time: it is exact, where looks only sample it."""
     total = watched.looks.total()
     shares = {what: count / total for what, count in watched.looks.items()}
     busy_s = watched.row["metrics"].get("busy_s")
@@ -265,17 +265,17 @@ def _shares(watched: _Watched, seconds: float) -> dict[str, float]:
 
 @dataclass(slots=True)
 class HeldOutLoss:
-    """Losses of supervised fine-tuning on what it does not learn from; part of its checkpoints."""
+    """Losses of supervised fine-tuning on held-out conversations; part of its checkpoints."""
 
-    step: int = -1  # after which the newest was computed; -1: none was
+    step: int = -1  # steps done when the newest was computed; -1: none was
     loss: float | None = None  # nats a token
     first: float | None = None
     best: float | None = None
     best_step: int = -1
-    num_worse: int = 0  # since then
+    num_worse: int = 0  # consecutive losses above the lowest
 
     def note(self, step: int, loss: float) -> bool:
-        """Take a new one; whether it is the lowest."""
+        """Record a loss; return whether it is the lowest."""
         self.step, self.loss, self.first = step, loss, loss if self.first is None else self.first
         is_best = math.isfinite(loss) and (self.best is None or loss < self.best)
         if is_best:
@@ -284,13 +284,13 @@ class HeldOutLoss:
         return is_best
 
     def is_enough(self, early_stop: int | str) -> bool:
-        """Whether so many were not the lowest that the run ends; "off": never."""
+        """Whether early_stop consecutive losses were not the lowest, so that the run ends; "off": never."""
         return early_stop != "off" and self.num_worse >= int(early_stop)
 
 
 @dataclass(slots=True)
 class LiveFigures:
-    """The numbers of the progress line, and those that a supervisor plans with."""
+    """Numbers of the progress line, and durations with which a supervisor plans."""
 
     phase: str = "starting"
     step: int = 0
@@ -306,12 +306,12 @@ class LiveFigures:
     resume_step: int | None = None  # the checkpoint that the attempt resumed from
     checkpoints_failed: int = 0  # skipped since the start because they could not be written
     loss: float | None = None  # of supervised fine-tuning, at the last step; nats a token
-    held_out: HeldOutLoss | None = None  # the same; None: reinforcement learning
-    is_ending: bool = False  # all roles have been told to leave, or are about to be: also where the run has failed
+    held_out: HeldOutLoss | None = None  # of supervised fine-tuning; None: reinforcement learning
+    is_ending: bool = False  # all roles have been told to leave, or are about to be; also when the run has failed
 
 
 class StatusBoard:
-    """Writes the file; a failed write is a warning and does not end the run."""
+    """Writes status.json; a failed write is a warning and does not end the run."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class StatusBoard:
         self.figures = LiveFigures()
 
     def document(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         figures, now_s, roles = self.figures, time.time(), self._registry.report()
         self._timeline.look(now_s, roles, attempt=figures.attempt, step=figures.step, phase=figures.phase)
         document = {
@@ -349,7 +349,7 @@ class StatusBoard:
         return json.dumps(document).encode()
 
     def write(self, document: bytes) -> None:
-        """Replace the file, append to the timeline.  One thread at a time, while another one calls `document`.
+        """Replace status.json, append to the timeline.  One thread at a time; another may call `document` meanwhile.
 
         Raises OwnershipLost.
         """

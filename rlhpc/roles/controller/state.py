@@ -52,10 +52,10 @@ from rlhpc.weights.choice import Membership
 #
 # The learning rates of every batch, and the progress of the run by which schedules decay.
 #
-# Input: batches in the order in which they are trained, and what was recorded of those that are repeated.  Output: the
-# same batches with their rates, which the trainer applies. Guarantees: a step that is trained again begins where it
-# began; tokens and seconds are those of all attempts, less what a resume has undone.  Seconds are those in which the
-# run trains: not in a queue, while it starts or repeats steps, or between the beginning of its last step and a crash.
+# Input: batches in the order in which they are trained, and the records of repeated ones.  Output: the same batches
+# with their rates, which the trainer applies.  Guarantees: a step that is trained again starts at its first start's
+# tokens and seconds; both count all attempts, less the steps that a resume has undone.  Seconds count while the run
+# trains: not in a queue, while it starts or repeats steps, or between the start of its last step and a crash.
 
 
 @dataclass(slots=True)
@@ -65,19 +65,19 @@ class RunProgress:
     clock: Clock = lambda: 0.0
     num_tokens: int = 0
     _seconds: float = 0.0
-    _since_s: float | None = None  # on the clock, while it runs
+    _since_s: float | None = None  # start on the clock; None: training has not begun
 
     @property
     def seconds(self) -> float:
-        """Now."""
+        """Seconds trained so far."""
         return self._seconds if self._since_s is None else self._seconds + self.clock() - self._since_s
 
     def start(self) -> None:
-        """Training begins, or goes on: from now on the clock counts."""
+        """Count seconds by the clock from now on: training begins or continues."""
         self._seconds, self._since_s = self.seconds, self.clock()
 
     def go_on_from(self, seconds: float) -> None:
-        """A time that was recorded, unless it is later already."""
+        """Set the seconds to a recorded value, unless they are beyond it."""
         self._seconds += max(0.0, seconds - self.seconds)
 
     def state(self) -> dict[str, Any]:
@@ -86,23 +86,23 @@ class RunProgress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], clock: Clock) -> RunProgress:
-        """Raises KeyError, TypeError, ValueError if it is malformed."""
+        """Read a checkpoint's state.  Raises KeyError, TypeError, ValueError if it is malformed."""
         return cls(clock, int(state["num_tokens"]), float(state["seconds"]))
 
 
 class LearningRates:
-    """Gives each batch its rates."""
+    """Computes the learning rates of each batch."""
 
     def __init__(self, config: Config, run: RunProgress) -> None:
         self._config, self._run = config, run
         self.began_s = 0.0  # seconds that the run had trained before the last batch
 
     def start(self) -> None:
-        """What is trained from now on is trained for the first time."""
+        """Call when repeated steps are done: batches are trained for the first time from now on."""
         self._run.start()
 
     def give(self, batch: PackedBatch, recorded: Trained | None) -> PackedBatch:
-        """The batch with its rates.  recorded: how its step went, if it is repeated and that is known."""
+        """Return the batch with its rates.  recorded: of a repeated step, its first result if known."""
         at = self._progress(batch.step, recorded)
         self.began_s = at.seconds
         trainer, critic = self._config.trainer, self._config.critic
@@ -116,7 +116,7 @@ class LearningRates:
         return replace(batch, learning_rate=rate, critic_learning_rate=share * critic.learning_rate)
 
     def trained(self, batch: PackedBatch) -> None:
-        """A batch was trained, or skipped."""
+        """Count a batch that was trained or skipped."""
         self._run.num_tokens += tokens_trained(batch)
 
     def _progress(self, step: int, recorded: Trained | None) -> ScheduleProgress:
@@ -128,10 +128,10 @@ class LearningRates:
 
 # ---------------------------------------------------------------------------------------------------------- saved state
 #
-# The controller's part of a checkpoint: ledger, prompt cursor, counters of the run; and what a resume undoes.
+# The controller's part of a checkpoint: ledger, prompt cursor, counters of the run; and what a resume sets aside.
 #
-# What was in flight is granted again after a resume, under the same group ids; what was finished and not used is in the
-# checkpoint; segments sealed later are set aside, since their steps are repeated.
+# Groups in flight are granted again after a resume, under the same ids; finished groups that were not trained on are in
+# the checkpoint; segments sealed later are set aside, since their steps are repeated.
 
 log = logging.getLogger("rlhpc.state")
 STATE_FILE = "controller.json"
@@ -144,14 +144,14 @@ class Totals:
     steps: int = 0  # trained or skipped
     skipped_steps: int = 0
     rollouts_trained: int = 0
-    rollouts_spanning_update: int = 0  # of those trained: tokens of two or more versions
+    rollouts_spanning_update: int = 0  # trained rollouts with tokens of two or more versions
     staleness_max: int = 0
     tokens_generated: int = 0  # completion tokens that reached the controller
     tokens_trained: int = 0  # prompt and completion tokens
     groups_dropped: int = 0
     zero_variance_groups: int = 0
     leases_regranted: int = 0
-    tokens_lost: int = 0  # with generators that died, as of their last heartbeats: they are sampled again
+    tokens_lost: int = 0  # with generators that died, by their last heartbeats; they are sampled again
     packing_fill_sum: float = 0.0
     trainer_idle_s: float = 0.0
     generator_idle_s: float = 0.0  # summed over generators
@@ -160,7 +160,7 @@ class Totals:
     wall_s: float = 0.0  # of the controllers, start-up included
     checkpoints_failed: int = 0  # skipped because they could not be written
     canaries_failed: int = 0  # generators whose weights were found wrong
-    last_reward: float = 0.0  # mean of the rollouts that came in during the last step
+    last_reward: float = 0.0  # mean of the rollouts that arrived during the last step
 
     def to_json(self) -> dict[str, Any]:
         """The state as JSON, for a checkpoint."""
@@ -168,7 +168,7 @@ class Totals:
 
     @property
     def packing_fill(self) -> float:
-        """Mean over steps."""
+        """Fill of the packed rows, 0–1, mean over steps."""
         return self.packing_fill_sum / max(1, self.steps)
 
     @property
@@ -197,7 +197,7 @@ class SavedState:
 
     @property
     def position(self) -> Position:
-        """The position in the journal: what came later is not in this checkpoint."""
+        """Position in the journal up to which this checkpoint has everything."""
         return Position(**self.buffer["journal"])
 
 
@@ -211,7 +211,7 @@ def read_saved_state(layout: RunLayout, step: int) -> SavedState:
 
 
 def delete_needless_journals(layout: RunLayout, steps: Sequence[int]) -> None:
-    """Delete the journal files that none of these checkpoints needs for going on.
+    """Delete the journal files that no checkpoint of these steps needs for a resume.
 
     Raises CheckpointError, JournalError, OSError.
     """
@@ -221,7 +221,7 @@ def delete_needless_journals(layout: RunLayout, steps: Sequence[int]) -> None:
 
 
 def set_aside_later_segments(layout: RunLayout, state: SavedState | None, attempt: int) -> int:
-    """Set aside what a resume undoes and return the number of the first segment to write."""
+    """Set aside the segments that a resume undoes; return the number of the first segment to write."""
     first = int(state.buffer["next_segment_index"]) if state is not None else 0
     lost = set_aside_lost_segments(layout.rollouts, first, attempt)
     if lost:
@@ -237,12 +237,12 @@ def write_saved_state(directory: Path, state: SavedState) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- state
 
-SEGMENT_S = 60.0  # a group waits no longer for its segment: a reader beside the run is a minute behind
+SEGMENT_S = 60.0  # longest wait of a group for its segment: readers beside the run are at most a minute behind
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """What a checkpoint holds, and where the run continues."""
+    """The controller's state: saved in checkpoints, restored by a resume."""
 
     prompts: PromptSource
     tokenizer: PromptTokenizer
@@ -253,7 +253,7 @@ class ControllerState:
     totals: Totals
     step: int  # the step to begin with
     policy_version: int
-    replay: Replay = field(default_factory=Replay)  # what has to be done again before the run goes on
+    replay: Replay = field(default_factory=Replay)  # steps to repeat before the run goes on
     attempt: int = 0  # of the run
     lost_leases: LostLeases = field(default_factory=LostLeases)  # not part of a checkpoint: no resume undoes it
     guard: StepGuard = field(default_factory=lambda: StepGuard(GuardConfig()))
@@ -274,7 +274,7 @@ class FrozenState:
     next_segment: int = 0
 
     def prepare(self) -> None:
-        """Seal the segments that it relies on.  Raises SegmentError."""
+        """Seal the segments that the checkpoint relies on.  Raises SegmentError."""
         self.next_segment = self.buffer.seal()
 
     def write(self, directory: Path) -> None:
@@ -284,10 +284,10 @@ class FrozenState:
 
 
 class StatePart:
-    """What a run of reinforcement learning saves in its checkpoints."""
+    """The controller's side of saving (checkpoints.OwnPart) in reinforcement learning."""
 
     def __init__(self, state: ControllerState, layout: RunLayout, totals: Callable[[], Totals] | None = None) -> None:
-        """totals: of the run at this moment; None: as they were when the last step was recorded."""
+        """totals: returns the present totals; None: those of the last recorded step are saved."""
         self._state, self._layout, self._totals = state, layout, totals or (lambda: state.totals)
 
     @property
@@ -297,12 +297,12 @@ class StatePart:
 
     @property
     def keeps_all(self) -> bool:
-        """True while the guard may end the run: else no checkpoint from before the alarm might be left."""
+        """True while the guard may end the run: a checkpoint from before the alarm must be left then."""
         return self._state.guard.may_end_the_run
 
     @property
     def spared(self) -> Sequence[int]:
-        """No checkpoint is better than a later one, as far as the controller knows."""
+        """None: the controller does not rate checkpoints."""
         return ()
 
     def freeze(self, step: int, policy_version: int) -> FrozenState:
@@ -314,7 +314,7 @@ class StatePart:
         return FrozenState(buffer, SavedState(step, policy_version, {}, prompts, membership, totals, guard, progress))
 
     def delete_needless(self, steps: Sequence[int]) -> None:
-        """Delete the journal files that none of these checkpoints needs.
+        """Delete the journal files that no checkpoint of these steps needs.
 
         Raises CheckpointError, JournalError, OSError.
         """
@@ -326,13 +326,13 @@ class StatePart:
 
 
 def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
-    """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
+    """Open a run's state, new or from the checkpoint to resume from.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
     saved = read_saved_state(layout, context.resume_step) if context.resume_step is not None else None
     tokenizer = PromptTokenizer.of(config.model)
     prompts, membership = open_prompt_source(config), Membership()
     if saved is not None:
-        prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
+        prompts.load_state(saved.prompts)  # refuses another dataset, before segments are set aside
     lost_leases = _read_lost_leases(layout, prompts)
     settings = _ledger_settings(context, tokenizer, clock) | {"lost_leases": lost_leases}
     ledger = (
@@ -369,7 +369,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
 def _restore(
     context: RoleContext, saved: SavedState | None, step: int, buffer: RolloutBuffer, prompts: PromptSource
 ) -> tuple[Replay, RolloutJournal]:
-    """Bring back from the journal what was sampled since the checkpoint; return what to do again, and a new journal."""
+    """Restore rollouts sampled since the checkpoint from the journal; return steps to repeat, and a new journal."""
     directory = context.layout.rollouts
     position = saved.position if saved is not None else START
     try:
@@ -379,7 +379,7 @@ def _restore(
         raise CheckpointError(f"the journal of rollouts cannot be read: {error}") from error
     for problem in history.problems:
         log.warning("%s: its rollouts are sampled again", problem)
-    # Without a checkpoint, rollouts of late policies would be trained on by an early one if the early ones are gone.
+    # Without a checkpoint, an early policy must not train on rollouts of late ones if the early rollouts are gone.
     goes_on = saved is not None or not history.lost_beginning
     first_group = buffer.ledger.next_group_id
     restored = buffer.restore(history, prompts.draw_again) if goes_on else []
@@ -394,14 +394,14 @@ def _restore(
     timeline = timeline_of(history, attempt, step, steps) if goes_on else attempt
     journal.note(Began(step, history.num_rollouts, goes_on, timeline))
     for group_id in sorted(history.implied if goes_on else ()):
-        if group_id >= first_group:  # else the checkpoint knows it
+        if group_id >= first_group:  # else the checkpoint has it
             journal.note(history.implied[group_id])
     buffer.journal = journal
     return Replay(steps, restored, timeline, version, history.num_tokens), journal
 
 
 def _whole_history(directory: Path, position: Position) -> History:
-    """All that counts after a position.  A file that cannot be read for five minutes is a problem of it."""
+    """Read the history after a position.  A file that cannot be read for five minutes is noted among its problems."""
 
     def whole() -> History:
         found = read_history(directory, position)
@@ -416,7 +416,7 @@ def _whole_history(directory: Path, position: Position) -> History:
 
 
 def _restore_partials(context: RoleContext, first_attempt: int, version: int, buffer: RolloutBuffer) -> None:
-    """Give members that were being sampled what is known of them; version: that the repeated steps lead to."""
+    """Give members in flight their known tokens; version: the one after the repeated steps."""
     try:
         partials, problems = read_partials(context.layout.rollouts, first_attempt)
     except OSError as error:
@@ -429,9 +429,9 @@ def _restore_partials(context: RoleContext, first_attempt: int, version: int, bu
 
 
 def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock) -> SegmentWriter:
-    """Set aside the segments that a resume undoes, and go on after the others.  Raises OwnershipLost."""
+    """Set aside the segments that a resume undoes, and continue after the rest.  Raises OwnershipLost."""
     if context.fence is not None:
-        context.fence.check()  # what is set aside next may be a successor's otherwise
+        context.fence.check()  # without it, segments of a successor could be set aside
     config = context.config
     return SegmentWriter(
         context.layout.rollouts,
@@ -463,7 +463,7 @@ def _open_guard(context: RoleContext, saved: SavedState | None) -> StepGuard:
 
 
 def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
-    """How far the run is.  Raises CheckpointError if its checkpoint says it in another form."""
+    """The run's progress, new or from its checkpoint.  Raises CheckpointError if that is malformed."""
     if saved is None:
         return RunProgress(clock)
     try:
@@ -473,7 +473,7 @@ def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
 
 
 def sampling_of(config: Config, tokenizer: PromptTokenizer) -> Callable[[int], SamplingParams]:
-    """How completions of a prompt are drawn, by its number."""
+    """Return a function from a prompt's id to the sampling parameters of its completions."""
     ends = tokenizer.ends(config.generation.stop)
 
     def sampling(prompt_id: int) -> SamplingParams:
