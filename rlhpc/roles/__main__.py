@@ -17,7 +17,7 @@ from rlhpc.roles.lifecycle import RoleContext, leave_at_once, parse_role, run_ro
 
 
 def main() -> NoReturn:
-    """Read who we are, load that role alone, run it."""
+    """Read the role from the arguments, load that role alone, run it."""
     with _dying_of_interrupts():
         context, run = _loaded()
     leave_at_once(run_role(context, run))
@@ -25,7 +25,7 @@ def main() -> NoReturn:
 
 @contextmanager
 def _dying_of_interrupts() -> Iterator[None]:
-    """Whoever is to end while it loads does so without a traceback."""
+    """Let SIGINT end the process without a traceback while it loads."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

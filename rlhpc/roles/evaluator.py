@@ -1,12 +1,12 @@
 """Samples the prompts of evaluations and has them judged: `python -m rlhpc.roles.evaluator DIRECTORY … --share I/N`.
 
-Input: the settings in the directory, and the samples that are there.  Output: the missing ones of every N-th prompt, in
+Input: the settings in the directory, and its samples so far.  Output: the missing samples of every N-th prompt, in
 samples-I.jsonl; where the dataset has an environment, each is a dialogue of several turns.  One engine with the weights
 of the checkpoint, one pool of reward workers; no controller, no trainer.  A sample is drawn by (seed, prompt, number),
-so that what a killed process had begun is drawn again alike.
+so that samples which a killed process had begun are drawn again alike.
 
-Several directories are of LoRA adapters beside one model, which the engine holds once: MOST_ADAPTERS of them at a time,
-so that the next one is sampled while the last long completions of the one before are.
+Several directories evaluate LoRA adapters on one model: the engine holds the model once and up to MOST_ADAPTERS
+adapters, so that the next adapter is sampled during the last long completions of the one before.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from rlhpc.roles.lifecycle import exit_status_of, run_loop, stop_event
 
 log = logging.getLogger("rlhpc.evaluator")
 Answer = TypeVar("Answer", Judgement, TurnReply)
-MOST_ADAPTERS = 8  # that an engine has room for, in an evaluation
+MOST_ADAPTERS = 8  # adapters that an evaluation's engine has room for
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status: 0 also where it was asked to stop."""
+    """Sample and judge; return the exit status, 0 also if asked to stop."""
     name_nameless_user()
     parser = argparse.ArgumentParser(prog="python -m rlhpc.roles.evaluator", description=__doc__)
     parser.add_argument("directories", type=Path, nargs="+", metavar="DIRECTORY")
@@ -108,19 +108,19 @@ async def _evaluate(directories: Sequence[Path], index: int, num_shares: int) ->
 
 
 def _share_of_workers(num_workers: int, num_shares: int) -> int:
-    """How many reward workers one of the evaluator processes starts: all are on one node, where a run has a service."""
+    """Number of reward workers that each evaluator process starts: all are on one node and share its workers."""
     return max(1, num_workers // num_shares)
 
 
 def _places(settings: EvaluationSettings) -> Iterator[tuple[int, int]]:
-    """(prompt, sample) of all, those of a prompt one after the other: they share its KV cache."""
+    """Yield (prompt, sample) of all samples, a prompt's one after the other: they share its KV cache."""
     return ((p, s) for p in range(settings.num_prompts) for s in range(settings.samples_per_prompt))
 
 
 async def draw_all(evaluators: Sequence[Evaluator], num_seqs: int, stop: asyncio.Event) -> None:
     """Keep an engine busy until all samples are on disk, one evaluation after the other; return early once stopped.
 
-    num_seqs: that the engine decodes at once.  Raises what Evaluator.draw does.
+    num_seqs: sequences that the engine decodes at once.  Raises as Evaluator.draw.
     """
     waiting = ((each, *place) for each in evaluators for place in each.places)
 
@@ -144,7 +144,7 @@ async def _cancel_when(stop: asyncio.Event, workers: Sequence[asyncio.Task[None]
 
 
 class Evaluator:
-    """Draws, judges and writes the samples of one evaluation; those side by side share engine and pool."""
+    """Draws, judges and writes the samples of one evaluation; several evaluators share engine and pool."""
 
     def __init__(
         self,
@@ -155,10 +155,10 @@ class Evaluator:
         file: SamplesFile,
         free: asyncio.Queue[int],
     ) -> None:
-        """places: (prompt, sample) of what is missing.  free: numbers of adapters that no evaluation has."""
+        """places: (prompt, sample) of missing samples.  free: adapter numbers that no evaluation uses."""
         self._settings, self.places, self._engine, self._pool, self._file = settings, places, engine, pool, file
         self._free, self._num_left, self._adapter, self._beginning = free, len(places), 0, asyncio.Lock()
-        self.refusal = ""  # why the engine does not take its adapter
+        self.refusal = ""  # reason why the engine refused the adapter; "": it did not
         self._prompts: SeededPrompts = open_prompts(settings.config)
         self._tokenizer = PromptTokenizer.of(settings.config.model)
         (self._dataset,) = settings.config.data
@@ -179,7 +179,7 @@ class Evaluator:
             self._free.put_nowait(self._adapter)
 
     async def _load(self) -> None:
-        """Wait until the engine has room, and fill it."""
+        """Wait for a free adapter number, and load the adapter into the engine."""
         self._adapter, lora = await self._free.get(), self._settings.config.lora
         if lora.initial is not None:
             try:
@@ -218,7 +218,7 @@ class Evaluator:
         )
 
     async def _asked_again(self, ask: Callable[[], Awaitable[Answer]]) -> Answer:
-        """An answer with a verdict, asked for again while the verifier fails."""
+        """Return an answer with a verdict; ask again while the verifier fails."""
         answer = await ask()
         for _ in range(1, self._settings.config.rewards.max_attempts):
             if answer.verdict != Verdict.VERIFIER_ERROR.value:
@@ -227,7 +227,7 @@ class Evaluator:
         return answer
 
     async def _converse(self, request: RolloutRequest, template: DialogueTemplate) -> tuple[Rollout, Judgement]:
-        """A dialogue to its end, and what its environment says of it."""
+        """Sample a dialogue to its end; return it and the environment's judgement."""
         dialogue = Dialogue(
             request,
             self._engine,
@@ -243,7 +243,7 @@ class Evaluator:
         return finished.rollout, judgement
 
     async def _environment_says(self, request: RolloutRequest, taken: TurnsTaken) -> TurnReply:
-        """Its answer to the turns so far."""
+        """Return the environment's answer to the turns so far."""
         return await self._asked_again(partial(answered, self._pool, turn_request(request, self._dataset, taken)))
 
 

@@ -68,24 +68,24 @@ from rlhpc.transport.sessions import another_of
 #
 # Input: the parent's pid and the fence.  A thread checks every LOOK_S and, if either holds, ends the process, whatever
 # library call the other threads are in.  Signals and the checks before each write come first (lifecycle.py,
-# ownership.py); this is for a process that reacts to neither: one that was stopped, that imports, that waits in a
-# collective.
+# ownership.py); the guard is for a process that reacts to neither because it was stopped, imports a library or waits in
+# a collective.
 #
-# It also makes TMPDIR again, with which this process and its children were started, where a cleaner has deleted it.
+# It also creates again the TMPDIR with which this process and its children were started, if a cleaner has deleted it.
 
 
 log = logging.getLogger("rlhpc.role")
 GUARD_LOOK_S = 0.5
 FENCE_LOOK_S = 1.0
-ORPHAN_GRACE_S = 3.0  # for the orderly exit that the signal of the parent's death starts
+ORPHAN_GRACE_S = 3.0  # for the orderly exit after the signal of the parent's death
 NUM_DOUBTS = 3  # consecutive looks without any owner: NFS, or a directory being replaced, may show none once
 
 
 class Guard(threading.Thread):
-    """Start it once; it ends with the process."""
+    """Thread that ends the process when it is orphaned; start it once."""
 
     def __init__(self, fence: Fence | None) -> None:
-        """fence: None for a process that outlives attempts."""
+        """fence: the run's owner; None for a process that outlives attempts."""
         super().__init__(name="guard", daemon=True)
         self._fence, self._parent = fence, os.getppid()
         temporary = os.environ.get("TMPDIR")
@@ -119,7 +119,7 @@ class Guard(threading.Thread):
         try:
             fence.check()
         except OwnershipLost as error:
-            log.error("%s", error)  # noqa: TRY400  there is nothing to trace
+            log.error("%s", error)  # noqa: TRY400  a traceback would say nothing
             return True
         except OSError as error:  # the filesystem does not answer: then this process cannot write there either
             log.warning("%s: %s", fence.layout.owner, error)
@@ -166,7 +166,7 @@ class Caller(Listener):
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """Who this process is, and in which run."""
+    """A process's identity, its run and its settings."""
 
     role: str
     replica: int
@@ -177,9 +177,9 @@ class RoleContext:
     layout: RunLayout
     config: Config
     config_hash: str
-    # How long this process waits for another to appear; then it fails and names the missing one.
+    # Seconds that this process waits for another to appear; then it fails and names the missing one.
     meet_timeout_s: float = MEET_TIMEOUT_S
-    # Of the run directory, under which this process writes; "": it outlives attempts and writes nothing.
+    # Owner of the run directory, in whose name this process writes; "": it outlives attempts and writes nothing.
     owner: str = ""
     code: str = ""  # digest of the code that this process runs
 
@@ -205,7 +205,7 @@ class RoleContext:
 
     @property
     def name(self) -> str:
-        """Name on every channel."""
+        """Name of this process on every channel."""
         return f"{self.role}-{self.replica}"
 
 
@@ -241,8 +241,8 @@ def parse_role(arguments: list[str]) -> RoleContext:
 
 
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
-    """Do a role's work in a process of its own; return its exit status, with which the process then leaves at once."""
-    # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
+    """Do a role's work in this process; return the exit status, with which the process then leaves at once."""
+    # All roles end at once here: none is left to finish the step for which SIGTERM would let the controller wait.
     end_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
     faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack
     logging.basicConfig(
@@ -266,11 +266,11 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
 
 
 def leave_at_once(status: int) -> NoReturn:
-    """End this process without what libraries do when Python exits.
+    """End this process without the exit handlers of libraries.
 
-    torch aborts NCCL's groups there, which may hang as long as other ranks are in a collective (NVIDIA/nccl#1777),
+    torch's handlers abort NCCL's groups, which may hang as long as other ranks are in a collective (NVIDIA/nccl#1777),
     while these wait for this rank until the controller misses its heartbeats.  An interpreter that has loaded vLLM
-    needs seconds to exit, of the ten that Ctrl-C promises, and dies of a request to end that comes meanwhile.
+    needs seconds to exit, of the ten that Ctrl-C promises, and a signal that arrives meanwhile kills it.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -279,7 +279,7 @@ def leave_at_once(status: int) -> NoReturn:
 
 
 def exit_status_of(work: Callable[[], None], log: logging.Logger) -> int:
-    """Do it and return the exit status of its process; the reason is the last line of its log."""
+    """Do the work and return the exit status for its process; the reason is the last line of its log."""
     try:
         work()
     except ConfigError as error:
@@ -289,21 +289,21 @@ def exit_status_of(work: Callable[[], None], log: logging.Logger) -> int:
         return 0
     except (RlhpcError, BaseExceptionGroup) as error:
         first = first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
-        if not isinstance(first, GuardStop | StarvedError):  # these are decisions, and no faults
+        if not isinstance(first, GuardStop | StarvedError):  # those are decisions, not faults
             log.exception("failed")
-        log.error(_in_one_line(first))  # noqa: TRY400  said once more, as the last line
+        log.error(_in_one_line(first))  # noqa: TRY400  repeated, as the last line
         return _status_of(first)
-    except Exception as error:  # survived: nothing; the process ends, but its log must say why
+    except Exception as error:  # nothing is survived: the process ends, but its log must say why
         status = _status_of(error)
         log.exception("bug" if status == EXIT_BUG else "failed")
-        log.error(_in_one_line(error))  # noqa: TRY400  said once more, as the last line
+        log.error(_in_one_line(error))  # noqa: TRY400  repeated, as the last line
         return status
     log.info("ended")
     return 0
 
 
 def _status_of(error: BaseException) -> int:
-    if isinstance(error, ConfigError | StarvedError | GuardStop):  # another try would not help
+    if isinstance(error, ConfigError | StarvedError | GuardStop):  # a restart would not help
         return EXIT_CONFIG
     if isinstance(error, ChannelTimeout):
         return EXIT_ALONE
@@ -326,15 +326,15 @@ def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The launcher shows the last line of a log, so a message of several lines is joined to one."""
+    """Join a message of several lines to one: the launcher shows the last line of a log."""
     return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
     """Run a role's coroutine in an event loop of its own; an exception in a callback of the loop ends the process.
 
-    By itself asyncio logs it and goes on, without what the callback was to do: a pipe that is never read again, while
-    heartbeats tell that all is well.  Another start of the process is better, whatever the callback belongs to.
+    asyncio alone would log it and go on without the callback's work: a pipe would never be read again while heartbeats
+    go on.  A restart of the process is better, whichever callback has failed.
     """
     with asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(_end_after)
@@ -342,7 +342,7 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _end_after(loop: asyncio.AbstractEventLoop, said: dict[str, Any]) -> None:
-    """Log what asyncio says, and end the process, unless it is a lost connection or the result of a forgotten task."""
+    """Log asyncio's error and end the process, except for a lost connection or an exception of an unawaited task."""
     error = said.get("exception")
     is_out_of_memory = isinstance(error, MemoryError)
     if not is_out_of_memory and "handle" not in said:
@@ -355,7 +355,7 @@ def _end_after(loop: asyncio.AbstractEventLoop, said: dict[str, Any]) -> None:
 
 
 def end_with_threads() -> None:
-    """End this process when a thread of it runs out of memory, or one fails that nobody waits for."""
+    """End this process when one of its threads runs out of memory, or fails while nothing waits for it."""
 
     def end_after(failed: threading.ExceptHookArgs) -> None:
         name = failed.thread.name if failed.thread is not None else ""
@@ -375,7 +375,7 @@ def _end_of(error: BaseException | None, where: str) -> NoReturn:
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         logging.getLogger("rlhpc.lifecycle").error("%s, %s", what, where)
         leave_at_once(status)
-    finally:  # there may be no memory for words either
+    finally:  # there may be no memory for the log line either
         os._exit(status)
 
 
@@ -389,9 +389,9 @@ def stop_event() -> asyncio.Event:
 
 
 class StopRequest:
-    """The controller's: SIGTERM asks it to finish the step and save, SIGINT to end within seconds.
+    """Signals to the controller: SIGTERM asks it to finish the step and save, SIGINT to end within seconds.
 
-    SIGTERM has no limit: the supervisor knows how much time is left, and interrupts.
+    SIGTERM has no limit: the supervisor knows how much time is left, and sends SIGINT.
     """
 
     def __init__(self) -> None:
@@ -442,7 +442,7 @@ async def unless_stopped(stop: asyncio.Event, task: asyncio.Task[Result]) -> Res
 
 
 def hello(context: RoleContext, weight_devices: tuple[str, ...] = ()) -> Hello:
-    """Return the first message of this process.  weight_devices: of the workers that receive weights, by rank."""
+    """Return the first message of this process.  weight_devices: devices that receive weights, by worker rank."""
     return Hello(
         role=context.role,
         replica=context.replica,
@@ -466,27 +466,27 @@ async def beat(control: ClientChannel, interval_s: float, current: Callable[[], 
 # --------------------------------------------------------------------------------------------------- controller session
 
 
-ADDRESS_LOOK_S = 1.0  # between looks at the addresses of those that we are connected to
-FOLLOW_TIMEOUT_S = 10.0  # for a restarted server: another one may have restarted as well
+ADDRESS_LOOK_S = 1.0  # between looks at the addresses of connected processes
+FOLLOW_TIMEOUT_S = 10.0  # to connect to a restarted server: another one may have restarted as well
 
 
 class ControllerSession:
-    """The service of one controller."""
+    """The session with one controller."""
 
     def __init__(self, context: RoleContext, stop: asyncio.Event, gone: str = "") -> None:
-        """gone: incarnation of a controller that is known to be dead."""
+        """gone: incarnation of a controller known to be dead."""
         self.context, self.stop = context, stop
         self.gone = gone
         self.is_last = False
         self._over = asyncio.Event()
-        self._controller: list[Endpoint] = []  # where we are connected to it; the control channel is the last
+        self._controller: list[Endpoint] = []  # its endpoints to which we are connected, the control channel last
 
     async def connect(
         self, spec: ChannelSpec, server_replica: int = 0, *, gone: str = "", timeout_s: float | None = None
     ) -> FoundClient:
         """Connect to a server.  timeout_s: None for the time that roles wait for each other.
 
-        Raises ChannelTimeout that says who is missing, RoleFailed if the settings of the run have changed.
+        Raises ChannelTimeout that names the missing process, RoleFailed if the settings of the run have changed.
         """
         is_controllers = spec.server == "controller"
         channel = await connect(
@@ -511,14 +511,14 @@ class ControllerSession:
         await run_until(self._over, self._heed(self.stop), self._watch(), *loops)
 
     def asked_to_stop(self, message: StopRole) -> None:
-        """The controller ends the session."""
+        """End the session at the controller's request."""
         if not self._over.is_set():
             log.info("asked to stop: %s", message.reason)
             self.is_last |= message.run_is_over
             self._leave_controller(self._controller[-1])
 
     def failed(self, error: BaseException) -> None:
-        """A channel does not work.  The controller itself may be alive."""
+        """End the session: a channel has failed.  The controller itself may be alive."""
         log.warning("a channel failed: %s", error)
         self.gone = ""
         self._over.set()
@@ -529,7 +529,7 @@ class ControllerSession:
         self._over.set()
 
     async def _watch(self) -> None:
-        """Look for another controller in the place of ours, off the event loop: the filesystem may be slow."""
+        """Watch for another controller in place of ours; off the event loop, as the filesystem may be slow."""
         while True:
             await asyncio.sleep(ADDRESS_LOOK_S)
             for endpoint in self._controller:
@@ -543,7 +543,7 @@ class ControllerSession:
         self._over.set()
 
     async def _refuse_other_settings(self) -> None:
-        """A resume may change settings; this process has those of its start."""
+        """Raise RoleFailed if a resume has changed the settings: this process has those of its start."""
         layout = self.context.layout
         _, digest = await patiently_aside(lambda: read_resolved(layout), layout.config)
         if digest != self.context.config_hash:
@@ -555,8 +555,8 @@ async def serve_controllers(
 ) -> None:
     """Serve one controller after the other, until the run is over or `stop` is set.
 
-    serve: connects, works until its session is over, and closes its channels.  Raises what it raises, but for channels
-    that fail within a task group.
+    serve: connects, works until its session is over, and closes its channels.  Its exceptions are raised, except
+    channel errors within a task group, which end the session.
     """
     session = ControllerSession(context, stop)
     while True:
@@ -588,7 +588,7 @@ async def follow_services(
                 continue
             try:
                 new = await session.connect(spec, replica, gone=old.endpoint.incarnation, timeout_s=FOLLOW_TIMEOUT_S)
-            except (ChannelError, RunDirectoryError) as error:  # it has died again, or a new attempt mints its keys
+            except (ChannelError, RunDirectoryError) as error:  # it has died again, or a new attempt is making its keys
                 log.warning("%s was started again and cannot be reached: %s", old.endpoint.name, error)
                 continue
             log.info("%s was started again", old.endpoint.name)

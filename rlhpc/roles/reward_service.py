@@ -1,8 +1,8 @@
 """The reward service: scores completions in separate processes.
 
-Input: RewardRequest and TurnRequest from generators.  Output: RewardReply and TurnReply.  Calls are idempotent: what is
-kept between the turns of a dialogue can be made anew from a request.  A service keeps its processes when the controller
-is replaced (lifecycle.py).
+Input: RewardRequest and TurnRequest from generators.  Output: RewardReply and TurnReply.  Calls are idempotent: the
+state kept between the turns of a dialogue can be rebuilt from a request.  A service keeps its processes when the
+controller is replaced (lifecycle.py).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from rlhpc.roles.lifecycle import (
 )
 from rlhpc.transport.open import open_server
 
-LOOK_S = 1.0  # between two looks at whether anything is judged
-STUCK_S = 15.0  # beyond the time limits of what is being judged
-NEWS_S = 2.0  # between two messages to who waits; a client is patient for SILENT_S more than one verdict takes
+LOOK_S = 1.0  # between two checks that requests are judged
+STUCK_S = 15.0  # beyond the time limits of the requests being judged
+NEWS_S = 2.0  # between two messages to waiting peers; a client's patience is one verdict plus SILENT_S
 
 
 def run(context: RoleContext) -> None:
@@ -68,7 +68,7 @@ async def _serve(context: RoleContext) -> None:
 
 
 async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
-    """Serve the generators of one controller.  Each has new keys, so the server is opened after connecting to it."""
+    """Serve the generators of one controller.  Each has new keys: the server opens after connecting to it."""
     context = session.context
     control = await unless_stopped(session.stop, asyncio.create_task(session.connect(CONTROL)))
     if control is None:
@@ -98,13 +98,13 @@ async def _hear(control: ClientChannel, session: ControllerSession) -> None:
 class RewardService:
     """Replies to each request as soon as it is scored, in any order.
 
-    A peer whose requests wait behind those of others is told so for as long as verdicts go on.
+    A peer whose requests wait behind those of others is told so as long as verdicts are being made.
     """
 
     def __init__(
         self, server: ServerChannel, pool: RewardPool, *, news_s: float = NEWS_S, stuck_s: float = STUCK_S
     ) -> None:
-        """news_s: between two messages to those who wait.  stuck_s: patience beyond the pool's."""
+        """news_s: between two messages to waiting peers.  stuck_s: patience beyond the pool's."""
         self._server, self._pool, self._news_s, self._stuck_s = server, pool, news_s, stuck_s
         self._waiting: defaultdict[str, set[int]] = defaultdict(set)  # ids of requests, by peer
         self._num_judged = 0
@@ -119,7 +119,7 @@ class RewardService:
                 judging.create_task(self._answer(peer, request))
 
     def heartbeat(self) -> Heartbeat:
-        """How many requests are being scored."""
+        """Heartbeat with the number of requests that are being scored."""
         num_waiting = sum(map(len, self._waiting.values()))
         return Heartbeat(
             state="running",
@@ -152,20 +152,20 @@ class RewardService:
     async def _tell_who_waits(self) -> None:
         while True:
             num_judged = self._num_judged
-            # Those that come and go meanwhile are not worth a message.
+            # Requests that arrive and are answered within one interval get no message.
             known = {peer: ids.copy() for peer, ids in self._waiting.items()}
             await asyncio.sleep(self._news_s)
             if self._num_judged == num_judged:
                 continue
             for peer, ids in known.items():
                 if waiting := ids & self._waiting[peer]:
-                    with suppress(PeerUnreachable, ChannelFull):  # it died, or has much to read
+                    with suppress(PeerUnreachable, ChannelFull):  # the peer died, or its queue is full
                         await self._server.send(peer, StillWaiting(tuple(sorted(waiting))), timeout_s=0.0)
 
     async def _watch_progress(self) -> None:
-        """Fail where the workers are lost in a way that nobody has noticed: the next start has others.
+        """Raise RoleFailed if requests wait and none is judged for too long: a restart brings new workers.
 
-        Looks are counted, not seconds, in which this process may have been stopped.
+        Counts looks instead of seconds, during which this process may have been stopped.
         """
         stuck_s, before = 0.0, (0, 0)
         while True:

@@ -39,26 +39,26 @@ from rlhpc.roles.controller.weight_sync import WeightSync
 
 # ------------------------------------------------------------------------------------------------------------- lockstep
 #
-# Weights change only while nothing is being sampled: the order of events that run.deterministic asks for.
+# Weights change only while nothing is being sampled: the order of events that run.deterministic requires.
 #
-# Then every rollout is sampled by one version, and which one does not depend on how long anything takes: the groups of
-# step t are those that were admitted, in the order of prompts, under version max(0, t − max_staleness).  With a
-# staleness of 1 or more the trainer still works while generators sample; each waits for the other once a step.
+# Then every rollout is sampled by one version, and durations do not decide which: the groups of step t were admitted,
+# in the order of prompts, under version max(0, t − max_staleness).  With a staleness of 1 or more the trainer still
+# works while generators sample; each waits for the other once a step.
 #
-# Input: the groups of the buffer.  Output: whether the weights of a step may go out.  Pure but for that; no clock.
+# Input: the groups of the buffer.  Output: whether the weights of a step may be published.  No clock.
 
 
 class Lockstep:
-    """Says when all is sampled that belongs to the weights which are live."""
+    """Tells when all groups of the live weights are sampled."""
 
     def __init__(self, buffer: RolloutBuffer, admission: AdmissionConfig, shaping: RewardShaping) -> None:
         self._buffer, self._admission, self._shaping = buffer, admission, shaping
 
     def is_settled(self, num_steps: int) -> bool:
-        """Whether the weights after this many steps may go out: all groups are finished that come before them.
+        """Whether the weights after num_steps steps may be published: all groups admitted before them are finished.
 
-        While step t is trained, the groups of the steps up to t + max_staleness have slots.  A group that teaches
-        nothing does not count: another one is sampled in its place, by the same weights.
+        While step t is trained, the groups of the steps up to t + max_staleness have slots.  A group without variance
+        does not count: another one is sampled in its place, by the same weights.
         """
         admission, counts = self._admission, self._buffer.ledger.counts()
         num_fit = sum(
@@ -71,12 +71,12 @@ class Lockstep:
 
 # -------------------------------------------------------------------------------------------------------- repeated step
 #
-# Compare a step that was trained again with what was recorded of it the first time.
+# Compare a step that was trained again with its first record.
 
 log = logging.getLogger("rlhpc.train_loop")
 
-# Relative: kernels and reductions may differ between machines and layouts, and what was trained in parts is repeated as
-# a whole, in other rows (in bfloat16 that has moved a norm by 4e-3 of it).
+# Relative: kernels and reductions may differ between machines and layouts, and a step trained in parts is repeated as a
+# whole, in other rows (in bfloat16 that has changed a norm by 0.4 %).
 TOLERANCES = {"loss": 1e-3, "grad_norm": 1e-2}
 ABSOLUTE = 1e-3
 
@@ -84,7 +84,7 @@ ABSOLUTE = 1e-3
 def compare(
     recorded: RecordedStep, groups: list[int], trained_version: int, report: StepReport, *, exact: bool
 ) -> None:
-    """Say where the two differ.  exact: run.deterministic; otherwise within tolerances."""
+    """Describe the differences between the two.  exact: run.deterministic; otherwise tolerances apply."""
     differences = []
     if sorted(recorded.groups) != sorted(groups):
         differences.append(f"groups {sorted(recorded.groups)} then, {sorted(groups)} now")
@@ -103,32 +103,32 @@ def compare(
 
 # ----------------------------------------------------------------------------------------------------------- step parts
 #
-# Steps that begin with a part of their batch: what is finished is trained while the rest is still being sampled.
+# Steps that begin with a part of their batch: finished groups are trained while the rest is still being sampled.
 #
 #     some groups finished, trainer waits ──▶ BatchRows, TrainBatch(is_part) ──▶ gradients summed ──▶ PartReport ──▶ …
 #     all groups finished ─────────────────▶ the rest, as any batch ─────────────────────────────▶ one optimiser step
 #
-# Input: finished RolloutGroup, from the buffer, which keeps them until the batch is taken with them in it.  Output:
-# none; the ranks hold gradients until the step's last part.  The same step as on the whole batch at once: no weight
-# changes in between.  A part is begun only where the ledger can still complete the batch without making others late
+# Input: finished RolloutGroup, from the buffer, which keeps them until the whole batch is taken.  Output: none; the
+# ranks hold gradients until the step's last part.  The result is that of the whole batch at once: no weight changes in
+# between.  A part is begun only if the ledger can still complete the batch without making other groups late
 # (buffer/batches.py).  StreamRL (Zhong et al. 2025, arXiv:2504.15930) calls it stream generation.
 
-LOOK_AGAIN_AT = 8  # when this part of the groups has come in addition: a look takes as long as there are groups
+LOOK_AGAIN_AT = 8  # after 1/8 more groups: a look takes time proportional to the number of groups
 
 
 class StepParts:
-    """The parts of a step of one train loop."""
+    """Trains parts of a step for one train loop."""
 
     def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
         self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
         self._smallest = config.smallest_part
-        self._least = self._smallest.groups  # more, if by the last look these do not fill the rows
-        self._pack_s = 0.0  # of the step's parts so far
+        self._least = self._smallest.groups  # groups for the next part; raised when too few fill no rows
+        self._pack_s = 0.0  # packing time of the step's parts so far
 
     async def train(self, step: int, version: int) -> float:
-        """Train what is finished, if that is a part of the step's batch; returns seconds, 0 where it is not.
+        """Train the finished groups if they make a part of the step's batch; return its seconds, 0 if they do not.
 
-        A batch that has become whole meanwhile is left to the caller.
+        A batch that has become complete meanwhile is left to the caller.
         """
         num_groups, began = self._config.admission.groups_per_step, time.monotonic()
         if self._smallest.groups == num_groups or self._buffer.upcoming(num_groups) is not None:
@@ -138,7 +138,7 @@ class StepParts:
         if not groups:
             return 0.0
         if num_tokens < self._smallest.tokens:
-            # As many as would be enough if those to come were as long; but short ones are finished first.
+            # Enough groups if all are as long as these; later ones are longer, since short ones finish first.
             enough = -(-len(groups) * self._smallest.tokens // num_tokens)
             self._least = min(enough, len(groups) + max(1, len(groups) // LOOK_AGAIN_AT))
             return 0.0
@@ -155,13 +155,13 @@ class StepParts:
         return time.monotonic() - began
 
     def end(self) -> float:
-        """The step has its last part: returns seconds in which those before it were packed."""
+        """Call after the last part of a step; return the seconds spent packing the parts before it."""
         packed_s, self._pack_s, self._least = self._pack_s, 0.0, self._smallest.groups
         return packed_s
 
 
 def refuse_stale(groups: Sequence[RolloutGroup], version: int, bound: int) -> None:
-    """The bound holds by construction; if it does not, there is a bug and nothing may be trained: LedgerError."""
+    """Raise LedgerError for a group beyond the staleness bound: the bound holds by construction, so that is a bug."""
     for group in groups:
         if version - group.admitted_version > bound:
             raise LedgerError(
@@ -192,26 +192,26 @@ class TrainLoop:
         guarding: Guarding | None = None,
         progress: RunProgress | None = None,
     ) -> None:
-        """`step` and `version` are where to continue; `wake` is called when slots or groups have changed.
+        """step, version: where to continue.  wake: called when slots or groups have changed.
 
-        made: the newest version that earlier attempts have made, and that generators may still sample with.
+        made: the newest version of earlier attempts, with which generators may still sample.
 
-        durable: returns once all that has happened so far is in the journal.  Weights are published after it, so that a
-        restart can make them again.
+        durable: returns once all events so far are in the journal.  Weights are published after it, so that a restart
+        can make them again.
         """
         make_samples = SampleMaker.of(config)
         self._batches = BatchMaker(config, buffer, trainer, cost, make_samples)
         self._parts = StepParts(config, buffer, trainer, self._batches)
         self._lockstep = Lockstep(buffer, config.admission, make_samples.shaping) if config.run.deterministic else None
-        self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
+        self._recorded: dict[int, RecordedStep] = {}  # steps trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
         self._wake, self._durable = wake, durable
         self._rates = LearningRates(config, progress or RunProgress())
         self._guarding = guarding or Guarding(StepGuard(config.guard), buffer.ledger, config.admission)
         self.step, self.version, self._made = step, version, made
         self._saved = step  # of the last checkpoint
-        self._ready = asyncio.Event()  # groups or generators have changed, or the run is to stop
-        self._stopped: asyncio.Future[Literal[True]] = asyncio.get_running_loop().create_future()  # run's `stop`
+        self._ready = asyncio.Event()  # set when groups or generators have changed, or the run is to stop
+        self._stopped: asyncio.Future[Literal[True]] = asyncio.get_running_loop().create_future()  # done at `stop`
         self._going_live: asyncio.Task[None] | None = None
         self._none_is_live = False  # all generators have failed to load the last version
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
@@ -223,7 +223,7 @@ class TrainLoop:
         self._batches.look_again()
 
     def newest_version(self) -> int:
-        """The newest version that any generator can have sampled with."""
+        """Newest version with which any generator can have sampled."""
         return max(self.version, self._made)
 
     # -------------------------------------------------------------------------------------------- before the first step
@@ -235,10 +235,10 @@ class TrainLoop:
         restored: Callable[[Sequence[ResolvedGroup]], None],
         record: Callable[[StepRecord], Awaitable[None]],
     ) -> None:
-        """Train again what was trained after the checkpoint, on the same batches; publish nothing.
+        """Repeat the steps trained after the checkpoint, on the same batches; publish nothing.
 
-        In lockstep the last step may have to wait: for groups that the weights before it were sampling.
-        restored: told the groups that came back, those of a step before it is recorded.
+        In lockstep the last step may have to wait for groups of the weights before it.
+        restored: called with the groups from the journal, those of a step before it is recorded.
         """
         left, first = replay.hand_over(), self.step
         self._recorded = {recorded.step: recorded for recorded in replay.steps}
@@ -292,7 +292,7 @@ class TrainLoop:
     async def _one_step(
         self, stop: asyncio.Event, record: Callable[[StepRecord], Awaitable[None]], checkpoints: CheckpointWriter
     ) -> None:
-        """One step, as it happens; nothing if `stop` is set before there is a batch."""
+        """Run one step; return without one if `stop` is set before there is a batch."""
         # A full batch; while the trainer would wait for it, it trains parts of it.
         groups, waited_s = await self._full_batch(stop)
         if groups is None:
@@ -301,7 +301,8 @@ class TrainLoop:
         # Its optimiser step; the next batch is made meanwhile.
         done = await self._train(groups, goes_on=self.step + 1 < self._config.run.num_steps)
 
-        # New weights.  The version before may not be live yet, and would release all that is listed: list these after.
+        # New weights.  The version before may not be live yet; when it is, it releases all listed groups: list these
+        # afterwards.
         await self._wait_until_released()
         self._unreleased += [group.group_id for group in groups]
         if await self._may_publish(stop):
@@ -330,8 +331,8 @@ class TrainLoop:
             await self._save(checkpoints)
 
     async def _full_batch(self, stop: asyncio.Event) -> tuple[list[RolloutGroup] | None, float]:
-        """Wait for the groups of one batch; None if `stop` is set first.  Returns the seconds that it waited, too."""
-        began = time.monotonic()  # later: it has not waited while it trained a part
+        """Wait for the groups of one batch, None if `stop` is set first; return them and the seconds waited."""
+        began = time.monotonic()  # moved on by the time in which parts were trained
         while True:
             self._ready.clear()
             groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
@@ -388,14 +389,14 @@ class TrainLoop:
     # ---------------------------------------------------------------------------------------------------------- weights
 
     async def _may_publish(self, stop: asyncio.Event) -> bool:
-        """False after `stop`.  In lockstep: wait until the weights before these have sampled all that is theirs.
+        """Return False after `stop`.  In lockstep: wait until the weights before these have sampled all their groups.
 
-        Raises RoleFailed if no generator is left that has those weights: the trainer has them no more.
+        Raises RoleFailed if no generator has those weights any more: the trainer has overwritten them.
         """
         if self._lockstep is None or stop.is_set():
             return not stop.is_set()
         if self.step >= self._config.run.num_steps:
-            return False  # what these weights would sample is for no step
+            return False  # no step would use rollouts of these weights
         while not (self._lockstep.is_settled(self.step) or stop.is_set()):
             self._ready.clear()
             if self._weight_sync.is_deserted:
@@ -407,13 +408,13 @@ class TrainLoop:
         return not stop.is_set()
 
     async def _publish(self) -> None:
-        """Publish the current version, and go on while the generators load it."""
+        """Publish the current version; return while the generators still load it."""
         if await self._weight_sync.publish(self.version):
             self._none_is_live = False
             self._going_live = asyncio.create_task(self._release_when_live(self.version))
 
     async def _republish_if_deserted(self) -> None:
-        """Publish again if no generator can get a lease: without rollouts there is no step that would publish."""
+        """Publish again if no generator can get a lease: without rollouts no step would publish."""
         if self._none_is_live or self._weight_sync.is_deserted:
             await self._wait_until_released()  # the version may be on its way already
             if self._none_is_live or self._weight_sync.is_deserted:
@@ -451,10 +452,10 @@ class TrainLoop:
         self.checkpoint_s, self._saved = time.monotonic() - began, self.step
 
     async def _finish(self, checkpoints: CheckpointWriter) -> None:
-        """Save what is not saved, again while the disk refuses: no later step would.  Return when it is complete.
+        """Save the last steps, trying again while the disk refuses.  Return when the checkpoint is complete.
 
-        Not saved, in lockstep, while the weights before these still have to sample: the journal has it all.  Raises
-        CheckpointError if the disk refuses for too long.
+        In lockstep nothing is saved while the weights before these still have to sample: the journal has it all.
+        Raises CheckpointError if the disk refuses for too long.
         """
         self._batches.give_up()
         await self._wait_until_released()

@@ -1,4 +1,4 @@
-"""Publish a new version of the weights, leave out generators that fail, and check by a canary what engines made of it.
+"""Publish a new version of the weights, leave out generators that fail, and check by a canary that engines hold it.
 
 A version goes out in two parts.  publish(): the trainer broadcasts it to the group of the current membership epoch,
 forming a new epoch first when members came or went; it ends when the trainer is free again.  wait_until_live(): every
@@ -44,20 +44,20 @@ from rlhpc.weights.choice import Membership, choose_transport
 #
 # The canary: does an engine give a fixed row of tokens the probability that the trainer gives it?
 #
-# Input: publications, log-probabilities of the row by the trainer and by engines, acknowledgements.  Output: who has to
-# score the row, who is trusted with leases, and verdicts.  Pure: no clock, no channels.
+# Input: publications, log-probabilities of the row by the trainer and by engines, acknowledgements.  Output: generators
+# that have to score the row, generators that may be given leases, and verdicts.  Pure: no clock, no channels.
 #
 # Rules:
-# 1. A generator that has come, or has failed, is not trusted before it has passed, under weights that arrived since.
+# 1. A generator that is new or has failed is not trusted until it has passed, under weights that arrived since.
 # 2. All have to pass at the first publication, and every `every` versions; until they fail they stay trusted.
-# 3. Generators whose checksums of the same version differ have to pass at once, the fewer if there are fewer; until
-#    then they are not trusted, and no further version is published.
-# 4. An answer counts for the publication that it was asked for, and if one version scored all of it: else another is
-#    due.
+# 3. Generators whose checksums of a version differ from the others' (the minority, if there is one) have to pass at
+#    once; until then they are not trusted, and no further version is published.
+# 4. An answer counts only for the publication for which it was requested, and only if one version scored the whole
+#    row: else another answer is due.
 
 log = logging.getLogger("rlhpc.weight_sync")
 MAX_TOKENS = 64
-MAX_FAILURES = 3  # in a row: then new weights do not help, and the process is started again
+MAX_FAILURES = 3  # in a row: then new weights do not help, and the generator is restarted
 NEVER = -1
 # Mean |log-ratio|, nats.  Other kernels and orders of sums give up to 1e-4 in float32; in bfloat16 0.03 on average
 # (docs/log.md), and several times that where a mixture routes a token otherwise.
@@ -66,18 +66,18 @@ TOLERANCE = {"float32": 0.01, "bfloat16": 0.25}
 
 @dataclass(frozen=True, slots=True)
 class CanaryVerdict:
-    """What a canary has shown."""
+    """Result of one generator's canary."""
 
     name: str
     version: int
     logratio: float  # mean |log-ratio| of engine and trainer over the row, nats; inf: not finite
     has_passed: bool
-    newest_good: int  # version of the last canary that it passed before; -1: none
+    newest_good: int  # version of the last canary that this generator passed; -1: none
     num_failures: int  # in a row, this one included
 
     @property
     def must_restart(self) -> bool:
-        """New weights have not helped."""
+        """True if new weights have not helped, so that the process must be restarted."""
         return self.num_failures >= MAX_FAILURES
 
 
@@ -85,40 +85,40 @@ class CanaryVerdict:
 class _Member:
     incarnation: str
     is_trusted: bool = False
-    has_to: bool = True  # pass, at the next publication if not at this one
-    asked: int = 0  # number of the publication that it was last asked about
+    has_to: bool = True  # has to pass, at this publication or the next
+    asked: int = 0  # number of the publication of its last request
     newest_good: int = NEVER
     num_failures: int = 0
 
 
 class Canary:
-    """Who is trusted."""
+    """Keeps the set of trusted generators."""
 
     def __init__(self, row: Int32 | None, *, every: int, tolerance: float) -> None:
-        """row: int32 [T], T ≥ 2; None: nobody is asked, and all are trusted.  every: 0 for rules 1 and 3 alone."""
+        """row: int32 [T], T ≥ 2; None: no canaries, and all are trusted.  every: 0 for rules 1 and 3 alone."""
         self._row, self._every, self._tolerance = row, every, tolerance
         self._members: dict[str, _Member] = {}
         self._number, self._version = 0, NEVER  # of the publication
-        self._newest_round = NEVER  # version of the last one at which all had to
+        self._newest_round = NEVER  # version of the last publication at which all had to pass
         self._expected: Float32 | None = None  # the trainer's
-        self._answers: dict[str, Float32] = {}  # without a verdict
-        self._waiting: set[str] = set()  # who have to, and have no verdict in this publication
-        self._failed: dict[str, Float32] = {}  # in this publication
+        self._answers: dict[str, Float32] = {}  # generators' log-probabilities that have no verdict yet
+        self._waiting: set[str] = set()  # generators that have to pass in this publication and have no verdict
+        self._failed: dict[str, Float32] = {}  # answers that failed in this publication
         self._num_passed = 0  # in this publication
-        self._differing: set[str] = set()  # in this publication, by their checksums
-        self._fruitless: set[tuple[str, str]] = set()  # (name, incarnation) that failed since the last that passed
-        self._num_fruitless = 0  # publications in a row in which some failed and none passed
-        self.logratio = 0.0  # the largest of the last publication in which there were verdicts
+        self._differing: set[str] = set()  # generators whose checksums differ in this publication
+        self._fruitless: set[tuple[str, str]] = set()  # (name, incarnation) that failed since the last pass
+        self._num_fruitless = 0  # consecutive publications with failures and without a pass
+        self.logratio = 0.0  # the largest mean in the last publication with verdicts, nats
 
     # -------------------------------------------------------------------------------------------------- membership
 
     def joined(self, name: str, incarnation: str) -> None:
-        """A generator has registered.  Idempotent for one incarnation."""
+        """Note that a generator has registered.  Idempotent for one incarnation."""
         if name not in self._members or self._members[name].incarnation != incarnation:
             self._members[name] = _Member(incarnation)
 
     def lost(self, name: str) -> None:
-        """A generator is gone."""
+        """Remove a generator."""
         self._members.pop(name, None)
         self._waiting.discard(name)
         self._answers.pop(name, None)
@@ -128,17 +128,17 @@ class Canary:
         return self._row is None or (name in self._members and self._members[name].is_trusted)
 
     def is_waiting_for(self, name: str) -> bool:
-        """Whether this generator has to pass in this publication, and has not answered yet."""
+        """Whether this generator has to pass in this publication and has not answered yet."""
         return name in self._waiting
 
     def is_suspected(self, name: str) -> bool:
-        """Whether this generator's checksum is not that of others, and its canary has not told yet who is right."""
+        """Whether this generator's checksum differs from others' and its canary has not decided yet which is right."""
         return name in self._waiting and name in self._differing
 
     # ------------------------------------------------------------------------------------------------- publications
 
     def begins(self, version: int, members: Collection[str]) -> Int32 | None:
-        """A version is about to be published to these.  Returns the row if the trainer has to score it, too."""
+        """Begin the publication of a version to these members; return the row if the trainer has to score it, too."""
         if self._row is None:
             return None
         if self._failed and not self._num_passed:
@@ -154,7 +154,7 @@ class Canary:
         return self._row if self._waiting or len(members) > 1 else None  # several: rule 3 may need it
 
     def hopeless(self) -> str:
-        """Why no further publication would help; "" if one may."""
+        """Reason why no further publication would help; "" if one may help."""
         names = ", ".join(sorted({name for name, _ in self._fruitless}))
         figures = f"they differ by {self.logratio:.3g} nats a token on average, {self._tolerance:g} are tolerated"
         if len(self._failed) > 1 and not self._num_passed and not self._waiting and self._are_alike():
@@ -164,14 +164,14 @@ class Canary:
         return ""
 
     def by_trainer(self, logprobs: Float32 | None) -> list[CanaryVerdict]:
-        """The trainer's log-probabilities of the row, by the version that it has just published."""
+        """Take the trainer's log-probabilities of the row under the published version; return new verdicts."""
         self._expected = logprobs
         return self._judge()
 
     # --------------------------------------------------------------------------------------------------- generators
 
     def acknowledged(self, name: str, version: int) -> TakeCanary | None:
-        """A generator samples with this version.  Returns what it has to do."""
+        """Note that a generator samples with this version; return its request to score the row, if one is due."""
         member = self._members.get(name)
         if self._row is None or member is None or version != self._version:
             return None
@@ -181,11 +181,11 @@ class Canary:
         return TakeCanary(self._number, self._row)
 
     def not_received(self, name: str) -> None:
-        """A generator could not receive this publication: its canary is for the next one."""
+        """Move a generator's canary to the next publication: it could not receive this one."""
         self._waiting.discard(name)
 
     def differ(self, names: Collection[str]) -> list[str]:
-        """These hold something else than others under the same version.  Returns those of whom this is news."""
+        """Suspect these generators, whose checksums of the version differ; return those not suspected before."""
         news = [name for name in names if name in self._members and name not in self._differing]
         for name in news:
             member = self._members[name]
@@ -196,7 +196,7 @@ class Canary:
         return news
 
     def answered(self, name: str, answer: CanaryTaken) -> list[CanaryVerdict]:
-        """A generator has scored the row."""
+        """Take a generator's log-probabilities of the row; return new verdicts."""
         if answer.number != self._number or name not in self._waiting:
             return []
         if answer.policy_version != self._version:
@@ -237,7 +237,7 @@ class Canary:
 
 
 def open_canary(config: Config, prompts: PromptSource) -> Canary:
-    """Open the run's canary.  A scripted engine has no model that a trainer could agree with."""
+    """Open the run's canary; without a row for a scripted engine, which has no model to compare."""
     weights, generation = config.weights, config.generation
     num_tokens = min(MAX_TOKENS, generation.max_tokens - 1)
     wanted = weights.max_canary_logratio
@@ -248,7 +248,7 @@ def open_canary(config: Config, prompts: PromptSource) -> Canary:
 
 
 def canary_row(prompts: PromptSource, num_tokens: int) -> Int32 | None:
-    """The first prompts of a run, one after the other, up to so many tokens: text that the policy knows.
+    """Join the first prompts of a run up to num_tokens tokens: text that the policy knows.
 
     None if there are fewer than two tokens.
     """
@@ -259,7 +259,7 @@ def canary_row(prompts: PromptSource, num_tokens: int) -> Int32 | None:
 
 
 def differing(acks: Mapping[str, WeightsLive], epoch: int, version: int) -> list[str]:
-    """Who holds something else than most of those whose checksums are comparable; all of them where none is rarer."""
+    """Names whose checksum differs from most of the comparable ones; all of these if no checksum is rarer."""
     found: list[str] = []
     held = {
         name: ack.held
@@ -276,7 +276,7 @@ def differing(acks: Mapping[str, WeightsLive], epoch: int, version: int) -> list
 
 
 def _mean_logratio(ours: Float32, theirs: Float32) -> float:
-    """The mean over all tokens but the first; inf if something is not finite."""
+    """Mean |log-ratio| over all tokens but the first, nats; inf if a value is not finite."""
     if ours.shape != theirs.shape:
         return float("inf")
     mean = float(np.abs(ours[1:] - theirs[1:]).mean())
@@ -287,12 +287,12 @@ def _mean_logratio(ours: Float32, theirs: Float32) -> float:
 
 MAX_FAILED_BROADCASTS = 8
 FIRST_MEMBER_S = 900.0  # engines load for minutes
-PAUSE_S = 0.2  # after the first failure, growing: time for the dead to be noticed
+PAUSE_S = 0.2  # after the first failure, growing: time to notice dead generators
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncLimits:
-    """How long to wait for generators."""
+    """Time-outs for generators."""
 
     first_member_s: float = FIRST_MEMBER_S  # for the first generator to register
     ack_timeout_s: float = 120.0  # for acknowledgements of one broadcast
@@ -307,7 +307,7 @@ ChooseTransport: TypeAlias = Callable[[str, Mapping[str, Sequence[str]]], str]
 
 
 def transport_choice(config: Config) -> ChooseTransport:
-    """How weights travel from the trainer's device to those of the engines' workers; it raises ConfigError."""
+    """Return the function that chooses a transport between devices; it raises ConfigError."""
     return partial(
         choose_transport,
         config.weights.transport,
@@ -331,33 +331,33 @@ class WeightSync:
         canary: Canary,
         clock: Clock = time.monotonic,
     ) -> None:
-        """choose: see transport_choice.  timeline: of the run (buffer/history.py).  `clock`: for others' time-outs."""
+        """choose: see transport_choice.  timeline: the run's (buffer/history.py).  clock: for generators' time-outs."""
         self._control, self._trainer, self._membership = control, trainer, membership
         self._canary = canary
         self._limits, self._clock = limits, clock
         self._choose, self._trainer_device, self._timeline = choose, "", timeline
-        self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
+        self._devices: dict[str, tuple[str, ...]] = {}  # generator → devices of its workers
         self._manifest: WeightManifest | None = None
         self._group: WeightGroup | None = None  # of the current epoch, while it is intact
         self._changed = asyncio.Condition()
         self._is_ending = False
-        self.live_version = -1  # newest version that every remaining member samples with
-        self.publish_s = 0.0  # of the last broadcast, on the trainer
-        self.sent_share = 1.0  # bytes that it took, for each of the weights
+        self.live_version = -1  # newest version with which every remaining member samples
+        self.publish_s = 0.0  # duration of the last broadcast, on the trainer
+        self.sent_share = 1.0  # bytes sent / bytes of the weights, in the last broadcast
         self.last_acks: dict[str, WeightsLive] = {}
         self._num_canaries_failed = 0  # since take_failed_canaries()
-        self.num_checksums_differed = 0  # times that a generator's was not that of the others
+        self.num_checksums_differed = 0  # times that a generator's checksum differed from the others'
 
     def describe(self, manifest: WeightManifest, device: str) -> None:
-        """Record what the trainer will broadcast, and from which device."""
+        """Record the manifest of the trainer's broadcasts, and its device."""
         self._manifest, self._trainer_device = manifest, device
 
     # ---------------------------------------------------------------------------------------- what generators tell us
 
     def misplaced(self, name: str, devices: tuple[str, ...]) -> str:
-        """Why a generator with workers on these devices cannot receive weights as the others do; "" if it can.
+        """Reason why a generator with workers on these devices cannot receive weights like the others; "" if it can.
 
-        Before the first version is live none is refused: then an unreachable generator ends the run.
+        Before the first version is live it is always "": an unreachable generator ends the run then.
         """
         if self.live_version < 0:
             return ""
@@ -368,7 +368,7 @@ class WeightSync:
         return ""
 
     async def joined(self, name: str, devices: tuple[str, ...], incarnation: str) -> None:
-        """A generator has registered, with a worker on each of these devices; it takes part from the next epoch on."""
+        """Add a registered generator, with a worker on each of these devices, from the next epoch on."""
         async with self._changed:
             self._devices[name] = devices
             self._membership.hello(name, len(devices), incarnation)
@@ -376,14 +376,14 @@ class WeightSync:
             self._changed.notify_all()
 
     async def lost(self, name: str) -> None:
-        """A generator is dead; it is left out from now on."""
+        """Leave out a dead generator from now on."""
         async with self._changed:
             self._membership.lost(name)
             self._canary.lost(name)
             self._changed.notify_all()
 
     async def acknowledge(self, name: str, ack: WeightsLive) -> None:
-        """A generator samples with this version, or reports why not; then it retries in the next epoch."""
+        """Take a generator's report: it samples with this version, or says why not and retries in the next epoch."""
         canaries: dict[str, TakeCanary] = {}
         async with self._changed:
             self.last_acks[name] = ack
@@ -398,7 +398,7 @@ class WeightSync:
             await self._tell(each, canary)
 
     def _canaries_after(self, name: str, ack: WeightsLive) -> dict[str, TakeCanary]:
-        """What is due because of this acknowledgement."""
+        """Canaries that are due after this acknowledgement, by generator."""
         suspects = self._canary.differ(differing(self.last_acks, ack.epoch, ack.policy_version))
         for suspect in suspects:
             held = self.last_acks[suspect].held
@@ -408,7 +408,7 @@ class WeightSync:
         return {each: canary for each, canary in asked if canary is not None}
 
     async def scored(self, name: str, answer: CanaryTaken) -> None:
-        """A generator has scored the canary."""
+        """Take a generator's log-probabilities of the canary."""
         await self._follow(self._canary.answered(name, answer))
 
     async def _follow(self, verdicts: list[CanaryVerdict]) -> None:
@@ -440,7 +440,7 @@ class WeightSync:
         return frozenset(filter(self._canary.trusts, self._membership.live_members(version)))
 
     def take_failed_canaries(self) -> int:
-        """Number of canaries that failed since the last call."""
+        """Return the number of canaries that failed since the last call."""
         number, self._num_canaries_failed = self._num_canaries_failed, 0
         return number
 
@@ -451,7 +451,7 @@ class WeightSync:
 
     @property
     def is_deserted(self) -> bool:
-        """True if no generator may be given leases, and one is registered that a publication may help."""
+        """True if no generator may be given leases, and a publication may help one of them."""
         return self.live_version >= 0 and not self.ready_members and bool(self._membership.candidates)
 
     @property
@@ -468,7 +468,7 @@ class WeightSync:
             self._changed.notify_all()
 
     async def publish(self, version: int) -> bool:
-        """Broadcast `version` until it has reached some group.
+        """Broadcast `version`, to new groups after failures, until one group has received it.
 
         False: the run is ending and there is no generator.  Raises RoleFailed when there is none for `first_member_s`,
         or after too many failed broadcasts.
@@ -482,7 +482,7 @@ class WeightSync:
             if why := self._canary.hopeless():
                 raise RoleFailed(f"trainer and engines do not compute the same model: {why}")
             row = self._canary.begins(version, group.members)
-            # One message for all: of 18,000 tensors, for 300 generators, the codec would keep the loop for 4 s.
+            # Encoded once for all: for 18,000 tensors and 300 generators the codec would block the event loop for 4 s.
             coming = ReceiveWeights(replace(self._manifest, policy_version=version, epoch=group.epoch))
             await asyncio.gather(*(self._tell(name, coming) for name in group.members))
             report = await self._trainer.ask(PublishWeights(group.epoch, version, row), PublishReport)
@@ -498,7 +498,7 @@ class WeightSync:
         )
 
     async def wait_until_live(self, version: int) -> bool:
-        """Wait for the acknowledgements.  True: the version is live on at least one generator.
+        """Wait for acknowledgements.  True: the version is live on at least one generator.
 
         Members that failed, died or stayed silent too long are left out of the next epoch; False: no member is left,
         and the caller publishes again.
@@ -513,10 +513,11 @@ class WeightSync:
         return True
 
     def _is_settled(self, version: int) -> bool:
-        """All have acknowledged; and if nobody is trusted with the version yet, nobody's canary is under way.
+        """Whether all have acknowledged; if no generator is trusted yet, also all canaries must be answered.
 
-        A version does not wait for canaries while somebody is trusted: who has to pass gets its leases later.  It does
-        where checksums differ: the next weights would heal the damage before it is known whose tokens it is in.
+        A version does not wait for canaries while a generator is trusted: one that has to pass gets its leases later.
+        It does wait if checksums differ: the next weights would overwrite the damage before it is known which
+        generator's tokens it is in.
         """
         if self._membership.waiting_for(version):
             return False
