@@ -1,9 +1,9 @@
 """A generator: samples the prompts it holds leases for, has rollouts scored, delivers them, and receives new weights
 meanwhile.
 
-Input: Lease.  Output: ScoredRollout.  It keeps what it has delivered until the controller has it on disk (sampling.py);
-whatever else it loses is granted again to another.  It states how many samples it is willing to hold; the controller
-never grants it more.
+Input: Lease.  Output: ScoredRollout.  It keeps delivered rollouts until the controller has them on disk (sampling.py);
+other rollouts that are lost with it are granted again to another generator.  It states how many samples it is willing
+to hold; the controller never grants it more.
 
 When the controller is replaced (lifecycle.py) a generator keeps its engine, which takes minutes to start, and
 goes on sampling (sampling.py).  Its weights do not count as a version of the next controller, which grants it no new
@@ -62,7 +62,7 @@ from rlhpc.transport.rpc import RpcClient
 #
 # Score the controller's canary beside the sampling, so that neither leases nor weights wait for it.
 #
-# Input: TakeCanary.  Output: CanaryTaken.  Of several that wait only the newest counts.
+# Input: TakeCanary.  Output: CanaryTaken.  If several wait only the newest is scored.
 
 
 class CanaryTaker:
@@ -74,12 +74,12 @@ class CanaryTaker:
         self._has_come = asyncio.Event()
 
     def take(self, command: TakeCanary) -> None:
-        """Score this one next, instead of one that still waits."""
+        """Score this canary next, in place of one that still waits."""
         self._newest = command
         self._has_come.set()
 
     async def run(self, control: ClientChannel) -> None:
-        """Score what comes, endlessly.  Raises EngineError."""
+        """Score canaries as they come, endlessly.  Raises EngineError."""
         while True:
             await self._has_come.wait()
             self._has_come.clear()
@@ -100,12 +100,12 @@ class CanaryTaker:
 
 
 class CommandQueue:
-    """Reads ahead."""
+    """Reads the controller's commands ahead of their execution."""
 
     def __init__(self, control: ClientChannel) -> None:
         self._control = control
         self._waiting: deque[Any] = deque()
-        self._passed_over: set[int] = set()  # epochs
+        self._passed_over: set[int] = set()  # epochs of skipped groups
 
     async def next(self) -> Any:
         """Return the oldest command that still has to be executed.  Raises what the channel's receive() raises."""
@@ -128,7 +128,7 @@ class CommandQueue:
         return self._waiting.popleft()
 
     def _newest_epoch(self) -> int:
-        """The newest epoch of the groups that are still to be joined; -1: there is none."""
+        """The newest epoch among groups that are still to be joined; -1 if there is none."""
         return max((each.group.epoch for each in self._waiting if isinstance(each, JoinGroup)), default=-1)
 
     async def _tell(self, epoch: int, version: int, error: str) -> None:
@@ -139,8 +139,8 @@ class CommandQueue:
 
 
 log = logging.getLogger("rlhpc.generator")
-LATE_LEASES_S = 0.5  # in which leases arrive that were granted before the controller knew that this process leaves
-SILENT_S = 5.0  # beyond the time of one verdict, for a replica that answers nobody here while another one does
+LATE_LEASES_S = 0.5  # for leases that were granted before the controller knew that this process leaves
+SILENT_S = 5.0  # beyond the time of one verdict, for a replica that is silent while another one answers
 
 
 def run(context: RoleContext) -> None:
@@ -150,8 +150,8 @@ def run(context: RoleContext) -> None:
 
 async def _generate(context: RoleContext) -> None:
     config = context.config
-    # It blocks, for minutes perhaps.  Until then there is nothing to hand back: a request to leave ends this process by
-    # the signal's default, and the task around it ends what an engine has started (launch/supervisor/role_task.py).
+    # Starting the engine may block for minutes.  Until then there is nothing to hand back: SIGTERM ends this process by
+    # its default, and the role task ends the engine's child processes (launch/supervisor/role_task.py).
     seed = engine_seed(config.run.seed, context.replica)
     engine = await start_engine(config, seed=seed, make_decode=lambda: PromptTokenizer.of(config.model).decode)
     stop = stop_event()
@@ -171,7 +171,7 @@ async def _serve(engine: GenerationEngine, sampling: Sampling, session: Controll
     """Sample for one controller."""
     context = session.context
     await engine.leave_weights()  # the group of the previous session, whose trainer is gone
-    if context.config.run.deterministic:  # what goes on over a restart would be sampled by weights of several versions
+    if context.config.run.deterministic:  # rollouts continued over a restart would be of several versions
         await sampling.give_up()
     async with AsyncExitStack() as stack:
         connecting = asyncio.create_task(_connect(session, stack))
@@ -216,7 +216,7 @@ async def _connect(
 
 
 class Generator:
-    """The work of a generator, between an engine and its channels."""
+    """A generator's loops, between its engine and its channels."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class Generator:
     # ----------------------------------------------------------------------------------------------------------- leases
 
     async def take_leases(self) -> None:
-        """Start what is granted, endlessly."""
+        """Start granted leases, endlessly."""
         while True:
             message = await self._leases.receive()
             if isinstance(message, CancelGroup):
@@ -247,7 +247,7 @@ class Generator:
                 self._sampling.start(message)
 
     async def report_progress(self) -> None:
-        """Report what is sampled of running rollouts, endlessly."""
+        """Report the progress of running rollouts, endlessly."""
         while True:
             report = self._sampling.report()
             if report is not None:
@@ -292,7 +292,7 @@ class Generator:
         return WeightsLive(manifest.epoch, manifest.policy_version, timing.receive_s, timing.pause_s, held=timing.held)
 
     async def _hand_back_all(self, message: Quarantine) -> None:
-        """Wrong weights have sampled it.  Raises RoleFailed if this process has to be started again."""
+        """Hand back all rollouts: wrong weights have sampled them.  Raises RoleFailed if a restart is required."""
         log.error("quarantined: %s", message.reason)
         await self._sampling.recall(message.newest_good)
         if message.must_restart:
@@ -300,7 +300,7 @@ class Generator:
             raise RoleFailed(f"this engine has to be started again: {message.reason}")
 
     def heartbeat(self) -> Heartbeat:
-        """How much is being sampled, and how much more could be."""
+        """Heartbeat with the number of running samples and the capacity for more."""
         figures = self._engine.statistics()
         return Heartbeat(
             state="draining" if self._is_draining else "running",
@@ -324,7 +324,7 @@ class Generator:
         )
 
     def _capacity(self) -> int:
-        """One group more than fits, so that a finished sequence is replaced within the same decoding step.
+        """Number of samples to hold: one group more than fit, so that finished sequences are replaced at once.
 
         0 while the engine has no complete weights.
         """
@@ -334,9 +334,9 @@ class Generator:
         return fits + config.largest_group if fits else 0
 
     async def leave(self, control: ClientChannel) -> None:
-        """Hand back what is unfinished: the run continues without this generator, or a checkpoint keeps it."""
+        """Hand back unfinished rollouts: the run continues without this generator, or a checkpoint keeps them."""
         self._is_draining = True
-        await control.send(self.heartbeat())  # no credit from now on: what would be granted would be lost
+        await control.send(self.heartbeat())  # states no credit: further leases would be lost
         late = asyncio.create_task(self._return_leases())
         await self._sampling.hand_back()
         await asyncio.sleep(LATE_LEASES_S)
@@ -344,8 +344,8 @@ class Generator:
         log.info("%d rollouts handed back", self._sampling.num_handed_back)
 
     async def _return_leases(self) -> None:
-        """Hand back leases that were granted before the controller knew, endlessly."""
-        with suppress(ChannelError):  # it is gone: the leases are its successor's
+        """Hand back leases that were granted before the controller knew that this process leaves, endlessly."""
+        with suppress(ChannelError):  # the controller is gone: the leases are its successor's
             while True:
                 message = await self._leases.receive()
                 if isinstance(message, Delivered):

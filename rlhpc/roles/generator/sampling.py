@@ -2,12 +2,12 @@
 
     Lease ─▶ engine ─▶ verdict ─▶ outbox
 
-While there is no controller, sampling goes on, and what is finished waits for the reward services of the next session.
-The next controller learns from a report what is being sampled, and counts it as leased (buffer/prefixes.py).
+While there is no controller, sampling goes on, and finished rollouts wait for the reward services of the next session.
+The next controller learns from a report which rollouts are running, and counts them as leased (buffer/prefixes.py).
 
-What is sampled counts as long as the weights that sample it do: in one *timeline* every controller repeats the steps of
-the one before.  A controller that cannot begins another, whose number comes with its first weights; what was sampled
-before is given up then.
+Rollouts count as long as their weights do: in one *timeline* every controller repeats the steps of the one before.  A
+controller that cannot repeat them begins another timeline, whose number comes with its first weights; rollouts of the
+old timeline are given up then.
 """
 
 from __future__ import annotations
@@ -52,38 +52,38 @@ from rlhpc.transport.rpc import RpcClient
 
 # ------------------------------------------------------------------------------------------------------- lease progress
 #
-# Report what is sampled of running rollouts, so that neither a deadline nor a death restarts them from the beginning.
+# Report the tokens of running rollouts, so that neither a deadline nor a death restarts them from the beginning.
 #
-# Input: an engine, and the requests in flight.  Output: LeaseProgress, one for all rollouts that have news, whose
-# leases it renews. Guarantee: a rollout is reported before it has grown by more than partial_interval_tokens, or for
+# Input: an engine, and the requests in flight.  Output: LeaseProgress, one for all rollouts with new tokens, whose
+# leases it renews.  Guarantee: a rollout is reported before it has grown by more than partial_interval_tokens, or for
 # longer than partial_interval_s, since its last report; only new tokens are sent.  A controller that lacks the
-# beginning asks for it (`show_whole`).
+# beginning requests it (`show_whole`).
 #
-# A rollout that is started again is likely to be shorter than the one that was lost, since long rollouts are lost more
-# often: the policy would learn from rollouts that are shorter than its own (docs/staleness.md).
+# A restarted rollout is likely to be shorter than the lost one, since long rollouts are lost more often: the policy
+# would learn from rollouts that are shorter than its own (docs/staleness.md).
 
 
 LOOKS_PER_INTERVAL = 8
 LONGEST_LOOK_S = 0.25
-MOST_TOKENS = 1 << 20  # of one report
-AT_ONCE = float("-inf")  # when a rollout was reported that has to be reported now
+MOST_TOKENS = 1 << 20  # in one report
+AT_ONCE = float("-inf")  # as the time of the last report: the rollout has to be reported now
 _NO_TOKENS = Prefix(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
 @dataclass(slots=True)
 class _Reported:
-    """How far a rollout was reported."""
+    """Reported tokens of a rollout."""
 
     request: RolloutRequest
-    num_shown: int  # tokens that the controller has
-    checksum: int  # of their ids
-    num_counted: int  # tokens at the last report, shown or not
-    at_s: float  # when that was
+    num_shown: int  # tokens sent to the controller
+    checksum: int  # of the ids of those tokens
+    num_counted: int  # tokens at the last report, sent or not
+    at_s: float  # time of the last report
     num_seen: int  # tokens at the last look
 
 
 class ProgressReporter:
-    """Compares rollouts in flight with what was last reported of them."""
+    """Compares rollouts in flight with their last reports."""
 
     def __init__(
         self, engine: GenerationEngine, admission: AdmissionConfig, buffer: BufferConfig, clock: Clock
@@ -103,26 +103,26 @@ class ProgressReporter:
         )
 
     def show_whole(self, members: Iterable[tuple[int, int]]) -> None:
-        """Report these, (group, sample), from their first token on the next time."""
+        """Send these members, (group, sample), from their first token in the next report."""
         for group_id, sample_index in members:
             reported = self._reported.get(f"{group_id}:{sample_index}")
             if reported is not None:
                 reported.num_shown, reported.checksum, reported.at_s = 0, 0, AT_ONCE
 
     def begin_anew(self) -> None:
-        """Report every rollout the next time: a controller comes that does not know who is sampling it."""
+        """Put every rollout into the next report: a new controller does not know which generator samples it."""
         for reported in self._reported.values():
             reported.at_s = AT_ONCE
 
     def report(self, in_flight: Iterable[RolloutRequest], timeline: int) -> LeaseProgress | None:
-        """The news of all rollouts, if one of them has to be reported now.  timeline: of the weights they are of."""
+        """Report all rollouts with new tokens, if one has to be reported now.  timeline: of their weights."""
         grown = self._look({request.request_id: request for request in in_flight})
         now = self._clock()
         if not any(self._urgency(reported, growth, now) >= 1.0 for _, reported, growth in grown):
             return None
         pieces, room = list[PartialRollout](), MOST_TOKENS
         for request, reported, growth in grown:
-            # Those that are half due go with the others: so reports are few, and rollouts fall into step.
+            # Half-due rollouts go with the due ones: reports are few, and rollouts come to be due together.
             if room > 0 and self._urgency(reported, growth, now) >= 0.5:
                 piece = self._piece(request, reported, now)
                 pieces += [piece] if piece is not None else []
@@ -133,7 +133,7 @@ class ProgressReporter:
         return LeaseProgress(np.frombuffer(data, np.uint8), num_bytes, timeline)
 
     def _look(self, requests: dict[str, RolloutRequest]) -> list[tuple[RolloutRequest, _Reported, int]]:
-        """Rollouts that have tokens to report, with their growth since the last look."""
+        """Rollouts with tokens to report, each with its last report and its growth in tokens since the last look."""
         for request_id in self._reported.keys() - requests.keys():
             del self._reported[request_id]
         grown = []
@@ -151,7 +151,7 @@ class ProgressReporter:
         return grown
 
     def _urgency(self, reported: _Reported, growth: int, now: float) -> float:
-        """1.0: by the next look it may have grown by more than an interval, or for longer."""
+        """Share of the interval, in tokens or time, that will have passed by the next look; 1.0: report now."""
         tokens = (reported.num_seen - reported.num_shown + growth) / self._interval_tokens
         return max(tokens, self._lateness(reported, now))
 
@@ -159,7 +159,7 @@ class ProgressReporter:
         return (now - reported.at_s + self.look_s) / self._interval_s
 
     def _piece(self, request: RolloutRequest, reported: _Reported, now: float) -> PartialRollout | None:
-        """None: the engine cannot tell the tokens now, as while weights change, and the lease need not be renewed."""
+        """Piece for the report; None if the engine cannot give tokens now (weights change) and the lease may wait."""
         start, before = reported.num_shown, reported.checksum
         tokens = self._engine.progress(request.request_id, start)
         if tokens is None and self._lateness(reported, now) < 1.0:
@@ -175,16 +175,16 @@ class ProgressReporter:
 #
 # Keep delivered rollouts until the controller has them on disk; a controller that died before gets them again.
 #
-# Input: ScoredRollout.  Output: Delivery, in order, again after a silence and to the next controller.
-# Guarantee: a rollout is deleted only when a controller has acknowledged it, or lost when this process dies.
+# Input: ScoredRollout.  Output: Delivery, in order; sent again after a silence, and to the next controller.
+# Guarantee: a rollout is deleted only when a controller has acknowledged it, and lost only when this process dies.
 
 
-SILENCE_S = 20.0  # without an acknowledgement, though something waits for one: it is sent again
+SILENCE_S = 20.0  # without an acknowledgement before deliveries are sent again
 LONGEST_SILENCE_S = 300.0  # each silence after the first is twice as long: a disk may refuse for minutes
 
 
 class Outbox:
-    """What one generator has delivered and must not forget yet.  It outlives the sessions with controllers."""
+    """Delivered rollouts that are not acknowledged yet; outlives the sessions with controllers."""
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex[:12]
@@ -199,7 +199,7 @@ class Outbox:
     async def deliver(self, channel: ClientChannel, prompt: Prompt, scored: ScoredRollout, timeline: int) -> None:
         """Send a rollout, and keep it.  prompt: of its lease; timeline: of the weights that sampled it.
 
-        Raises ChannelError; then it is kept, too.
+        Raises ChannelError; the rollout is kept then, too.
         """
         self._num_delivered += 1
         number, checksum = self._num_delivered, id_checksum(prompt.token_ids)
@@ -207,13 +207,13 @@ class Outbox:
         await self._send(channel, number)
 
     def acknowledged(self, message: Delivered) -> None:
-        """The controller has all up to this one on disk."""
+        """Delete deliveries up to this one: the controller has them on disk."""
         if message.outbox == self._name:
             for number in [number for number in self._kept if number <= message.number]:
                 del self._kept[number]
 
     async def repeat(self, channel: ClientChannel) -> None:
-        """Send all that is kept to a controller that may not know it, and again after each silence; endlessly."""
+        """Send all kept deliveries to a controller that may lack them, and again after each silence; endlessly."""
         silence_s = SILENCE_S
         while True:
             oldest = min(self._kept, default=0)
@@ -236,37 +236,37 @@ class Outbox:
 
 
 log = logging.getLogger("rlhpc.generator")
-JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue does not justify a second request
+JUDGE_TIMEOUT_S = 60.0  # for one replica, its queue included: a long queue does not justify a second request
 DRAIN_S = 5.0  # for verdicts in flight when asked to stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """What a session lends."""
+    """Channels of a session, lent to the sampling tasks."""
 
     leases: ClientChannel
     judges: RpcClient
-    failed: Callable[[BaseException], None]  # to be called when one of these does not work
+    failed: Callable[[BaseException], None]  # to be called when one of these channels fails
 
 
 class Sampling:
     """Rollouts that are being sampled or judged, each a task."""
 
     def __init__(self, config: Config, engine: GenerationEngine, tasks: asyncio.TaskGroup) -> None:
-        """tasks: they run in this group, which fails with the engine."""
+        """tasks: the group in which rollouts run; it fails with the engine."""
         self._config, self._engine, self._group = config, engine, tasks
         self._tokenizer = PromptTokenizer.of(config.model)
         self._now = asyncio.get_running_loop().time
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
-        self._requests: dict[str, RolloutRequest] = {}  # the same
+        self._requests: dict[str, RolloutRequest] = {}  # by request id
         self._link: Link | None = None
         self._linked = asyncio.Condition()
         self._rate = Rate(10.0, self._now())
         self._is_leaving = False
         self.num_handed_back = 0  # members of leases
-        self._dialogues: dict[str, Dialogue] = {}  # by request id, of those that have several turns
+        self._dialogues: dict[str, Dialogue] = {}  # by request id, of rollouts with several turns
         self._template: DialogueTemplate | None = None
-        self.agents = Agents(config, self._tokenizer)  # of the dialogues that these begin
+        self.agents = Agents(config, self._tokenizer)  # for the dialogues that agents begin
         self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
         self.outbox = Outbox()
         self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now)
@@ -277,24 +277,24 @@ class Sampling:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of finished rollouts, in the last seconds."""
+        """Tokens per second of rollouts finished in the last seconds."""
         return self._rate.per_second(self._now())
 
     # ----------------------------------------------------------------------------------------------------- sessions
 
     async def attach(self, link: Link) -> None:
-        """A session begins; its controller will hear of everything that is being sampled."""
+        """Begin a session: report every running rollout to its controller."""
         self.progress.begin_anew()
         async with self._linked:
             self._link = link
             self._linked.notify_all()
 
     def detach(self) -> None:
-        """The session is over, and its channels will be closed."""
+        """End the session, before its channels are closed."""
         self._link = None
 
     async def enter(self, timeline: int) -> None:
-        """Weights of this timeline are coming."""
+        """Prepare for weights of this timeline: give up rollouts of another."""
         if timeline != self.timeline:
             if self._tasks:
                 log.info("%d rollouts are dropped: the run resumes from before their weights", len(self._tasks))
@@ -302,7 +302,7 @@ class Sampling:
         self.timeline = timeline
 
     async def give_up(self) -> None:
-        """Stop sampling; nothing is handed back."""
+        """Stop sampling, without handing anything back."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -318,18 +318,18 @@ class Sampling:
         await self.give_up()
 
     async def settle(self) -> None:
-        """Wait a little for those that were aborted, and for verdicts in flight."""
+        """Wait up to DRAIN_S for aborted rollouts and verdicts in flight."""
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=DRAIN_S)
 
     async def recall(self, newest: int) -> None:
-        """What is being sampled goes back to the controller without the tokens of versions later than `newest`."""
+        """Hand running rollouts back to the controller without the tokens of versions later than `newest`."""
         for request_id in list(self._tasks):
             self._recalled[request_id] = newest
             await self._abort(request_id)
 
     async def _abort(self, request_id: str) -> None:
-        await asyncio.sleep(0)  # one that was started a moment ago has begun then; before, nothing knows of it
+        await asyncio.sleep(0)  # lets a task started a moment ago begin: before, the engine does not know its request
         dialogue = self._dialogues.get(request_id)
         await (dialogue.cut() if dialogue is not None else self._engine.abort(request_id))
 
@@ -338,20 +338,20 @@ class Sampling:
     def start(self, lease: Lease) -> None:
         """Sample every member of a lease that is not being sampled already.
 
-        A lease that comes before any weights was granted to this process's predecessor, and is the controller's again
-        as soon as it hears of this one.
+        A lease that comes before any weights was granted to this process's predecessor; the controller takes it back
+        when this process registers.
         """
         if self.timeline < 0:
             return
         prefixes: Sequence[Prefix | None] = lease.prefixes or (None,) * len(lease.sample_indices)
-        if self._config.run.deterministic:  # the rest of a prefix would be drawn otherwise than the whole
+        if self._config.run.deterministic:  # continuing a prefix would draw other tokens than the whole
             prefixes = (None,) * len(lease.sample_indices)
         for sample_index, prefix in zip(lease.sample_indices, prefixes, strict=True):
             request = RolloutRequest(lease.group_id, sample_index, lease.prompt, lease.sampling, prefix)
             known = self._requests.get(request.request_id)
             if known is not None and known.prompt.is_same(lease.prompt):
                 continue  # the lease had expired, or its controller was replaced
-            # A controller that lost the admission has numbered another prompt so, or drawn it with other tokens.
+            # A controller that lost the admission has given the id to another prompt, or tokenised it differently.
             if known is not None:
                 self._tasks[request.request_id].cancel()
             task = self._group.create_task(self._sample(request, lease.admitted_version))
@@ -365,12 +365,12 @@ class Sampling:
             self._dialogues.pop(request_id, None)
 
     async def cancel(self, group_id: int) -> None:
-        """Nobody wants this group any more."""
+        """Stop sampling a group that the controller has dropped."""
         for request_id in [request_id for request_id in self._tasks if request_id.startswith(f"{group_id}:")]:
             await self._abort(request_id)
 
     def report(self) -> LeaseProgress | None:
-        """What was sampled since the last report, if one is due."""
+        """Tokens sampled since the last report, if one is due."""
         requests = (self._as_it_is(request) for request in self._requests.values())
         return self.progress.report(requests, self.timeline)
 
@@ -396,11 +396,11 @@ class Sampling:
         link = await self._next_link()
         try:
             await self.outbox.deliver(link.leases, request.prompt, scored, self.timeline)
-        except ChannelError as error:  # it is kept, and sent to the next controller
+        except ChannelError as error:  # the outbox keeps it and sends it to the next controller
             self._complain(link, error)
 
     async def _converse(self, request: RolloutRequest, admitted_version: int) -> tuple[Rollout, ScoredRollout | None]:
-        """A rollout of several turns, and its rewards; None where it was cut off."""
+        """Sample a rollout of several turns; return it and its rewards, None if it was cut off."""
         if self._config.dataset_of(request.prompt.prompt_id).environment == AGENT:
             finished = await self._with_agent(request, admitted_version)
         else:
@@ -416,7 +416,7 @@ class Sampling:
         return rollout, ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards, reply.failure)
 
     async def _with_agent(self, request: RolloutRequest, admitted_version: int) -> FinishedDialogue:
-        """One that fails is started again, as a verifier is asked again, and goes on from the tokens that there are."""
+        """Sample with an agent; one that fails is started again, like a verifier, and continues from its tokens."""
         judge = None if request.prompt.task == OWN_REWARD else partial(self._judge_answer, request)
         for left in reversed(range(self._config.rewards.max_attempts)):
             async with self.agents.session(request, judge) as session:
@@ -447,7 +447,7 @@ class Sampling:
         return await dialogue.run()
 
     async def _judge_answer(self, request: RolloutRequest, answer: str) -> RewardReply:
-        """What the task says to an agent's last turn; a failure is a verdict."""
+        """Return the task's verdict on an agent's last turn; a failure is a verdict, too."""
         prompt = request.prompt
         field = self._config.dataset_of(prompt.prompt_id).reference_field
         asked = RewardRequest(0, prompt.task, answer, reference_of(prompt.reference, field))
@@ -457,7 +457,7 @@ class Sampling:
         return RewardReply(0, 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply), failure=UNANSWERED)
 
     async def _environment_says(self, request: RolloutRequest, taken: TurnsTaken) -> TurnReply:
-        """What the environment answers to the turns so far; a failure is a verdict."""
+        """Return the environment's answer to the turns so far; a failure is a verdict, too."""
         dataset = self._config.dataset_of(request.prompt.prompt_id)
         reply: TurnReply | ChannelTimeout = await self._ask(turn_request(request, dataset, taken))
         if isinstance(reply, TurnReply):
@@ -470,7 +470,7 @@ class Sampling:
         tokens = prefix_of(rollout) if newest is None else prefix_up_to(rollout, newest)
         prefix, why = tokens if len(tokens.token_ids) else None, "leaving" if newest is None else "quarantined"
         if self._link is not None:
-            with suppress(ChannelError):  # it has what was reported
+            with suppress(ChannelError):  # the controller has the reported tokens
                 returned = LeaseReturn(request.group_id, (request.sample_index,), (prefix,), why, self.timeline)
                 await self._link.leases.send(returned)
                 self.num_handed_back += 1
@@ -493,7 +493,7 @@ class Sampling:
         return ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards, failure)
 
     async def _ask(self, request: RewardRequest | TurnRequest) -> Any:
-        """The reply, of the next session where this one ends; or ChannelTimeout: every replica was asked."""
+        """Return the reply, in the next session if this one ends, or ChannelTimeout if no replica has answered."""
         link = await self._next_link()
         while True:
             try:
@@ -507,7 +507,7 @@ class Sampling:
     async def _attempts(self, judges: RpcClient, request: RewardRequest | TurnRequest) -> Any:
         rewards = self._config.rewards
         timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.longest_timeout_s)
-        tried: set[int] = set()  # its node may be what fails, and fails fast, so that it would always be the idlest
+        tried: set[int] = set()  # a replica on a broken node fails fast, so that it would always be the idlest
         reply = await judges.call(request, timeout_s, tried)
         for _ in range(1, rewards.max_attempts):
             if reply.verdict != Verdict.VERIFIER_ERROR.value:
@@ -516,7 +516,7 @@ class Sampling:
         return reply
 
     async def _next_link(self, other_than: Link | None = None) -> Link:
-        """Wait for a session, where there is none."""
+        """Return the present session's link, or wait for the next session."""
         if self._link is not None and self._link is not other_than:
             return self._link
         async with self._linked:

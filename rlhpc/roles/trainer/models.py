@@ -36,25 +36,25 @@ from rlhpc.training.ranks import LOOPBACK, RankContext
 #
 # The figures of a batch from those of its optimiser steps.
 #
-# Input: StepResult of each.  Output: means over loss tokens, and what was skipped.  The same on every rank.
+# Input: StepResult of each.  Output: means over loss tokens, and the skipped steps.  The same on every rank.
 
 
 def means_of(metrics: Mapping[str, float], grad_norm: float, num_loss_tokens: int) -> dict[str, float]:
-    """Sums of metrics over `num_loss_tokens` into means, with the gradient norm as "grad_norm"."""
+    """Divide sums of metrics by num_loss_tokens; add the gradient norm as "grad_norm"."""
     return {name: value / num_loss_tokens for name, value in metrics.items()} | {"grad_norm": grad_norm}
 
 
 @dataclass(slots=True)
 class BatchFigures:
-    """Adds up optimiser steps."""
+    """Adds up the figures of a batch's optimiser steps."""
 
-    is_applied: bool = False  # any of them
-    refused: str = ""  # why the first one was that was refused
-    skipped: tuple[int, ...] = ()  # places of those that were refused
+    is_applied: bool = False  # whether any was applied
+    refused: str = ""  # reason of the first refusal; "": none was refused
+    skipped: tuple[int, ...] = ()  # indices of those that were not applied
     _parts: list[tuple[StepResult, int]] = field(default_factory=list)
 
     def add(self, result: StepResult, num_loss_tokens: int, refused: str) -> None:
-        """The next one.  refused: "" if it was applied, or was not finite."""
+        """Add the next optimiser step.  refused: the reason; "" if it was applied or not finite."""
         if refused:
             self.refused, self.skipped = self.refused or refused, (*self.skipped, len(self._parts))
         self.is_applied |= result.applied
@@ -63,7 +63,7 @@ class BatchFigures:
     def means(self) -> dict[str, float]:
         """Means over the loss tokens of all optimiser steps, and the mean gradient norm.
 
-        One that was not finite counts only if none was: its figures would hide those of the others.
+        A step that was not finite counts only if no step was finite: its figures would hide those of the others.
         """
         finite = [part for part in self._parts if math.isfinite(part[0].grad_norm)] or self._parts
         total = sum(count for _, count in finite)
@@ -81,8 +81,8 @@ class BatchFigures:
 #
 # Input: PackedBatch, of which every rank reads the rows of its replica.  Output: the same with advantages, and figures.
 # With algorithm.kl_in = "reward" each token costs β · k(x), x = log π_reference − log π_behaviour (Ziegler et al. 2019,
-# arXiv:1909.08593, eq. 2): the mean of that over what π_behaviour samples is its own divergence from the reference,
-# however old it is.
+# arXiv:1909.08593, eq. 2): its mean over samples of π_behaviour is the divergence of π_behaviour from the reference,
+# however stale the samples are.
 # The critic is a TrainerBackend with a value head (contracts.py), laid out over ranks like the policy.
 
 CRITIC_DIRECTORY = "critic"  # beside the trainer's part of a checkpoint directory
@@ -94,12 +94,12 @@ class JudgedBatch:
 
     batch: PackedBatch
     returns: list[list[PackedMicrobatch]]  # of each minibatch, rows with returns in the place of advantages
-    values: list[list[Tensor]]  # of each minibatch and row, before the critic has learnt from them
+    values: list[list[Tensor]]  # of each minibatch and row, from the critic before it is trained on the batch
     figures: dict[str, float]
 
 
 class Critic:
-    """Values, and what they learn by."""
+    """Computes advantages by a value model, and trains it on the returns."""
 
     def __init__(self, backend: TrainerBackend, config: Config) -> None:
         self._backend, self._config = backend, config
@@ -107,9 +107,9 @@ class Critic:
         self._loss = ValueLoss(None if clip == "off" else clip)
 
     def judge(self, batch: PackedBatch, references: Sequence[Sequence[Tensor] | None] | None = None) -> JudgedBatch:
-        """Advantages of a batch by the critic as it is, normalised over the batch if that is wanted.  A collective.
+        """Advantages of a batch by the present critic, normalised over the batch if so configured.  Collective.
 
-        references: of each minibatch and row of this replica, float32 [T] log-probabilities; None: there is none.
+        references: for each minibatch and row of this replica, float32 [T] log-probabilities; None: no reference.
         """
         mine = [list(minibatch.ranks[self._backend.dp_rank]) for minibatch in batch.minibatches]
         if self._config.algorithm.kl_in == "reward" and references is not None:
@@ -136,7 +136,7 @@ class Critic:
         return JudgedBatch(replace(batch, minibatches=tuple(minibatches)), returns, values, figures)
 
     def learn(self, judged: JudgedBatch) -> dict[str, float]:
-        """One optimiser step for each of the batch's order; returns figures.  A collective."""
+        """Take the critic's optimiser step for each minibatch of the batch's order; return figures.  Collective."""
         done = BatchFigures()
         for index in judged.batch.order:
             num_loss_tokens = judged.batch.minibatches[index].num_loss_tokens
@@ -241,7 +241,7 @@ def own_host(config: Config) -> str:
 
 
 def open_models(context: RoleContext, stack: ExitStack) -> tuple[TrainerBackend, Critic | None]:
-    """The policy's and the critic's, if there is one; `stack` closes them."""
+    """Open the policy's backend and the critic's, if there is a critic; `stack` closes them."""
     backend = open_policy(context)
     stack.callback(backend.close)
     critic = _open_critic(context)
@@ -251,7 +251,7 @@ def open_models(context: RoleContext, stack: ExitStack) -> tuple[TrainerBackend,
 
 
 def open_policy(context: RoleContext) -> TrainerBackend:
-    """Open the policy as the reference is to be: it is held before the policy of a checkpoint takes its place."""
+    """Open the policy with the reference's weights: those are kept before a checkpoint's policy replaces them."""
     config = context.config
     if config.algorithm.reference_every and context.resume_step is not None:
         saved = context.layout.checkpoint(context.resume_step) / REFERENCE_DIRECTORY

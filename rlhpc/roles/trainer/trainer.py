@@ -3,8 +3,8 @@
     controller ──commands──▶ rank 0 ──▶ all ranks        over the trainer's own process group
                ──rows──────▶ every rank                  ahead, while the step before is trained
 
-Every rank sees the same commands in the same order, which is what collectives need, and no rank is sent what it does
-not train.  Rows wait in this process until their command comes: ZeroMQ's thread receives them.
+Every rank sees the same commands in the same order, as collectives require, and receives only the rows that it trains.
+Rows wait in this process until their command comes: ZeroMQ's thread receives them.
 
 Input: PackedBatch, joined from a TrainBatch and this rank's rows.  Output: StepReport; on command it also forms weight
 groups, publishes weights and saves.  It decides nothing itself: the controller chooses the batch, and when to publish
@@ -77,7 +77,7 @@ from rlhpc.weights.memory import device_id
 
 # ---------------------------------------------------------------------------------------------------------- end request
 #
-# Which signals end a trainer, and which do not.
+# Signals that end a trainer, and signals that do not.
 #
 # It ignores Slurm's signals, which reach every process of a job step, because only the controller knows which step to
 # finish and what to save.  A trainer whose parent has died exits.
@@ -91,7 +91,7 @@ class EndRequest:
     """Listens for signals; created in the main thread, where KeyboardInterrupt is raised."""
 
     def __init__(self) -> None:
-        """Listen from now on."""
+        """Install the signal handlers."""
         self._is_requested = False
         self._was_told = False
         self._parent_pid = os.getppid()
@@ -109,11 +109,11 @@ class EndRequest:
         raise KeyboardInterrupt  # an interrupted blocking call keeps its state
 
     def _stay(self, number: int, frame: FrameType | None) -> None:
-        if os.getppid() != self._parent_pid:  # so the kernel sends it because the parent is dead (lifecycle.py)
+        if os.getppid() != self._parent_pid:  # the kernel sent it because the parent is dead (lifecycle.py)
             self._leave(number, frame)
         if not self._was_told:
             self._was_told = True
-            # Not through logging: the line that the signal has interrupted may hold its stream.
+            # Not through logging: the interrupted code may hold the lock of its stream.
             name = signal.Signals(number).name
             line = f"{time.strftime('%F %T')} trainer {name}: signal from Slurm: the controller decides when to stop\n"
             os.write(_STDERR, line.encode())
@@ -123,27 +123,27 @@ class EndRequest:
 #
 # The trainer's heartbeat, from its own thread: the main thread is busy for whole steps.
 #
-# The same connection carries the messages of other threads of the trainer, since a socket belongs to one thread.  The
-# controller stops by it a rank that is not ready for commands yet: one that loads its model, waits for other ranks or
-# for the channel of commands has nothing to finish, and leaves at once.
+# The same connection carries the messages of other threads of the trainer, since a socket belongs to one thread.  Over
+# it the controller also stops a rank that is not ready for commands yet: one that loads its model, waits for other
+# ranks or for the channel of commands has nothing to finish, and leaves at once.
 
 
 log = logging.getLogger("rlhpc.trainer")
-LOOK_S = 0.2  # between two looks whether the controller has said anything
+LOOK_S = 0.2  # between two checks for a message of the controller
 
 
 class TrainerHeartbeat:
     """Sends Hello, then heartbeats until closed.
 
-    Any thread may call `tell`, the main thread `now`; a separate thread does the rest.
+    Any thread may call `tell`, the main thread `now`; a separate thread sends.
     """
 
     def __init__(self, context: RoleContext, interval_s: float, leave: Callable[[int], object] = leave_at_once) -> None:
-        """leave: ends the process with an exit status; called when the controller stops it before its first command."""
+        """leave: exits with a status; called when the controller stops this process before its first command."""
         self._context, self._interval_s, self._leave = context, interval_s, leave
         self._current = Heartbeat("starting", "", -1)
         self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: stop
-        self._failure: RlhpcError | OSError | None = None  # of that thread: nobody else can say that it is silent
+        self._failure: RlhpcError | OSError | None = None  # of the sending thread, raised by `now`
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -159,7 +159,7 @@ class TrainerHeartbeat:
         self._thread.join(timeout=5.0)
 
     def now(self, state: str, waits_for: str, policy_version: int) -> None:
-        """Replace the content of the next heartbeats.  Raises RoleFailed if none will ever come."""
+        """Replace the content of the next heartbeats.  Raises RoleFailed if the sending thread has failed."""
         if self._failure is not None:
             raise RoleFailed(f"heartbeats have ended: {self._failure}") from self._failure
         self._current = Heartbeat(state, waits_for, policy_version)
@@ -175,7 +175,7 @@ class TrainerHeartbeat:
                 **self._context.caller,
                 timeout_s=self._context.meet_timeout_s,
             )
-        except (RlhpcError, OSError) as error:  # of keys, or an address that cannot be read for as long
+        except (RlhpcError, OSError) as error:  # e.g. keys or an address that could not be read for too long
             self._failure = error
             return
         try:
@@ -204,7 +204,7 @@ class TrainerHeartbeat:
         return True
 
     def _obey(self, control: BlockingClientChannel) -> None:
-        """Leave if the controller has said so; it says so here only to ranks that obey no commands yet."""
+        """Leave if the controller tells so; here it tells only ranks that are not ready for commands yet."""
         with suppress(ChannelTimeout):
             message = control.receive(0.0)
             if isinstance(message, StopRole):
@@ -215,11 +215,11 @@ class TrainerHeartbeat:
 # ------------------------------------------------------------------------------------------------------- command stream
 
 
-ROWS_S = 60.0  # for rows that were sent before their command, and to another rank's command
-# The exception of a signal's handler is lost where Python runs a destructor: it is looked for as often as this.
+ROWS_S = 60.0  # for rows, which are sent before their command
+# KeyboardInterrupt of a signal handler is lost if Python runs a destructor: seconds between checks for the request.
 _LOOK_S = 0.5
 _PATIENCE = timedelta(days=30)  # ranks wait for commands as long as the controller takes
-_FIRST_BYTES = 1 << 16  # of a command, in the first broadcast: almost all fit
+_FIRST_BYTES = 1 << 16  # of a command, in the first broadcast: almost all commands fit
 _LENGTH = struct.Struct("<Q")
 
 
@@ -227,7 +227,7 @@ class CommandStream:
     """Yields each command on every rank."""
 
     def __init__(self, channel: BlockingClientChannel, rank: int, num_ranks: int) -> None:
-        """`channel`: of this rank.  Collective over all ranks."""
+        """channel: this rank's.  Collective over all ranks."""
         self._channel, self._rank, self._num_ranks = channel, rank, num_ranks
         self._codec = Codec(*BATCHES.from_server)
         self._group = open_gloo_group(_PATIENCE) if num_ranks > 1 else None
@@ -235,7 +235,7 @@ class CommandStream:
         self._sequence = 0
 
     def replicas(self, mine: int) -> tuple[int, ...]:
-        """Which data-parallel replica each rank is part of.  Collective over all ranks."""
+        """Data-parallel replica of each rank, by rank; mine: this rank's.  Collective over all ranks."""
         if self._group is None:
             return (mine,)
         found = [torch.zeros(1, dtype=torch.int64) for _ in range(self._num_ranks)]
@@ -243,9 +243,9 @@ class CommandStream:
         return tuple(int(replica) for replica in found)
 
     def next(self, interrupted: Callable[[], bool]) -> Any:
-        """Return the next command, a batch with the rows of this rank's replica alone; of ScoreBatch these rows.
+        """Return the next command: for TrainBatch with this replica's rows, for ScoreBatch the rows themselves.
 
-        interrupted: whether this process has been asked to leave.
+        interrupted: returns whether this process has been asked to leave.
         Raises KeyboardInterrupt if so; ProtocolError; RoleFailed when rank 0 is gone, or rows are lost.
         """
         command = self._next_command(interrupted) if self._rank == 0 else None
@@ -273,7 +273,7 @@ class CommandStream:
         raise KeyboardInterrupt
 
     def _rows_of(self, number: int, step: str = "") -> BatchRows:
-        """Rows that were sent before their command.  step: that they are of, for people."""
+        """Return the rows with this number, sent before their command.  step: their step, for messages."""
         while self._rows is None or self._rows.number < number:
             try:
                 message = self._channel.receive(ROWS_S)
@@ -309,14 +309,14 @@ class CommandStream:
 
 
 def _joined(frames: Sequence[Frame]) -> bytes:
-    """Their whole length with this head, their number, the length of each, then all."""
+    """Join frames: total length with this head, their number, the length of each, then their bytes."""
     lengths = [len(frame) for frame in frames]
     head = b"".join([_LENGTH.pack(length) for length in (len(lengths), *lengths)])
     return b"".join([_LENGTH.pack(_LENGTH.size + len(head) + sum(lengths)), head, *frames])
 
 
 def _parted(whole: bytes) -> list[Frame]:
-    """Undo _joined; zeros may follow."""
+    """Split the result of _joined into frames again; trailing zeros are ignored."""
     count = _LENGTH.unpack_from(whole, _LENGTH.size)[0]
     start, parts = (2 + count) * _LENGTH.size, list[Frame]()
     for place in range(count):
@@ -332,13 +332,13 @@ def _fill(tensor: torch.Tensor, data: bytes) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- saving
 #
-# Several parts of a checkpoint that are written at the same time, as one.
+# Several parts of a checkpoint that are written at the same time, as one future.
 
 
 class Together(Future[dict[str, int]]):
-    """Done when all of these are: with the first one's exception in their order, or the files of all.
+    """Future that is done when all its parts are: with the first exception in their order, or the files of all.
 
-    Cancelling it cancels them; it counts as cancelled where one of them was.
+    Cancelling it cancels the parts; it counts as cancelled if one of them was.
     """
 
     def __init__(self, parts: Sequence[Future[dict[str, int]]]) -> None:
@@ -348,7 +348,7 @@ class Together(Future[dict[str, int]]):
             part.add_done_callback(self._one_is_done)
 
     def cancel(self) -> bool:
-        """Abandon all that have not been written."""
+        """Cancel all parts that have not been written."""
         cancelled = [part.cancel() for part in self._parts]
         return any(cancelled)
 
@@ -407,19 +407,19 @@ class Trainer:
         self._ema_decay = None if decay == "off" else decay
         self._context, self._config = context, context.config
         self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
-        loss_of_run(self._config, 0)  # one of the user's own is tried now, not at the first batch
-        self._version = 0  # batches that changed the policy
+        loss_of_run(self._config, 0)  # so that a user's own loss fails now, not at the first batch
+        self._version = 0  # number of batches that have changed the policy
         self._publisher: WeightPublisher | None = None
         self._transport = ""  # of the publisher
-        self._manifest: WeightManifest | None = None  # of the broadcast; version and epoch are filled in each time
+        self._manifest: WeightManifest | None = None  # of broadcasts; each fills in its version and epoch
         self._saving: Future[dict[str, int]] | None = None  # the last checkpoint
         self._waiting_since = time.monotonic()
         self._times: list[tuple[float, float]] = []  # seconds waited and trained, of each part of the step so far
 
     def begin(self, replicas: tuple[int, ...] = (0,)) -> None:
-        """Load the checkpoint to resume from, if any, and tell the controller what is broadcast.  replicas: by rank."""
+        """Load the checkpoint to resume from, if any, and send the controller the manifest.  replicas: by rank."""
         if self._config.algorithm.kl_coefficient:
-            # Before the checkpoint: after a resume, too, the reference is the model that was opened.
+            # Before the checkpoint is loaded: after a resume, too, the reference is the model of the run file.
             self._backend.hold_reference(self._config.trainer.reference_memory)
         if self._ema_decay is not None:
             self._backend.hold_average(self._config.trainer.ema_memory)
@@ -461,7 +461,7 @@ class Trainer:
         return True
 
     def close(self, *, in_haste: bool) -> None:
-        """Leave the weight group; in haste, abandon the checkpoint in progress: nobody will complete it."""
+        """Leave the weight group; in haste, abandon the checkpoint in progress, which will not be completed."""
         if in_haste and self._saving is not None:
             self._saving.cancel()
         if self._publisher is not None:
@@ -470,7 +470,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------- training
 
     def _train_part(self, batch: PackedBatch) -> None:
-        """Forward and backward for a part of a step; the gradients belong to its last part."""
+        """Forward and backward for a part of a step; gradients accumulate until its last part."""
         began = self._begin(batch)
         (minibatch,), (reference,) = batch.minibatches, self._of_reference(batch)
         self._backend.accumulate(
@@ -488,7 +488,7 @@ class Trainer:
             self._channel.send(PartReport(batch.step, batch.num_parts_before))
 
     def _begin(self, batch: PackedBatch) -> float:
-        """Returns the present time.  Raises ProtocolError if other parts of the step were trained before."""
+        """Begin a part; return the present time.  Raises ProtocolError if it is not the step's next part."""
         began = time.monotonic()
         self._heartbeat.now("training", "", self._version)
         if batch.is_part and not batch.num_parts_before:
@@ -501,7 +501,7 @@ class Trainer:
         return began
 
     def _train(self, batch: PackedBatch) -> None:
-        """One optimiser step for each minibatch in the order of the batch; the version rises if any was applied."""
+        """Take one optimiser step for each minibatch, in order; the version rises if any was applied."""
         began = self._begin(batch)
         waited_s = began - self._waiting_since
         judged, references = None, self._of_reference(batch)
@@ -544,13 +544,13 @@ class Trainer:
         self._times = []
 
     def _proximal(self, minibatch: PackedMinibatch) -> list[Tensor] | None:
-        """Log-probabilities at the start of the batch, where algorithm.proximal asks for a forward pass of its own."""
+        """Log-probabilities at the start of the batch if algorithm.proximal = "recompute"; else None."""
         if self._config.algorithm.proximal != "recompute":
             return None
         return self._backend.logprobs(minibatch.ranks[self._backend.dp_rank])
 
     def _of_reference(self, batch: PackedBatch) -> list[list[Tensor]] | list[None]:
-        """Log-probabilities of every minibatch by the reference, if there is one; it takes the policy's place once."""
+        """Log-probabilities of every minibatch by the reference, swapped in once; None each without a reference."""
         if not self._config.algorithm.kl_coefficient:
             return [None] * len(batch.minibatches)
         mine = [minibatch.ranks[self._backend.dp_rank] for minibatch in batch.minibatches]
@@ -558,7 +558,7 @@ class Trainer:
         return [list(islice(logprobs, len(rows))) for rows in mine]
 
     def _score_rows(self, rows: BatchRows) -> None:
-        """Forward alone: −log p of loss tokens, summed in float64.  Every rank does it."""
+        """Run forward passes alone, and report −log p of loss tokens, summed in float64.  Collective over all ranks."""
         self._heartbeat.now("scoring", "", self._version)
         mine = [row for minibatch in rows.minibatches for row in minibatch.ranks[self._backend.dp_rank]]
         nll = num_loss_tokens = 0.0
@@ -599,7 +599,7 @@ class Trainer:
         return self._publisher
 
     def _publish(self, command: PublishWeights) -> None:
-        """Broadcast, and score the canary while generators load."""
+        """Broadcast the weights, and score the canary while generators load them."""
         began = time.monotonic()
         self._heartbeat.now("publishing", "generators", self._version)
         error = self._broadcast(command)
@@ -611,7 +611,7 @@ class Trainer:
             self._heartbeat.now("running", "batch", self._version)
 
     def _broadcast(self, command: PublishWeights) -> str:
-        """Returns why it failed: then the epoch is dissolved, and the controller forms another."""
+        """Broadcast the weights; on failure dissolve the epoch and return the reason, else return ""."""
         weights = self._backend.weights()
         if self._publisher is None or self._manifest is None:
             for _ in weights:
@@ -627,7 +627,7 @@ class Trainer:
         return ""
 
     def _score(self, token_ids: Int32) -> Float32:
-        """Log-probabilities of a row by the weights that are being published, at temperature 1.  Every rank does it."""
+        """Log-probabilities of a row, at temperature 1, by the published weights.  Collective over all ranks."""
         (logprobs,) = self._backend.logprobs([plain_row(token_ids)], temperature=1.0)
         return logprobs.float().cpu().numpy()
 
@@ -663,5 +663,5 @@ class Trainer:
 def _refusal(
     limits: StepLimits, place: int, num_loss_tokens: int, metrics: Mapping[str, float], grad_norm: float
 ) -> str:
-    """Why an optimiser step must not be applied; "": it may be."""
+    """Reason why an optimiser step must not be applied; "" if it may be."""
     return refusal(limits, means_of(metrics, grad_norm, num_loss_tokens), place)
