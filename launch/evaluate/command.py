@@ -1,7 +1,7 @@
-"""`rlhpc evaluate`: sample a dataset with a model, judge the samples, say how good it is and how surely.
+"""`rlhpc evaluate`: sample a dataset with a model, judge the samples, print figures with confidence intervals.
 
 Input: the words of the command.  Output: a directory with all samples and summary.json; figures on standard output.
-The same command again draws only what is missing.
+The same command again draws only missing samples.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ from rlhpc.protocol.types import Verdict
 
 # -------------------------------------------------------------------------------------------------------------- compare
 #
-# `rlhpc compare FIRST SECOND`: is the second of two evaluated models better, and how surely?
+# `rlhpc compare FIRST SECOND`: differences between two evaluated models, with confidence intervals.
 #
-# Input: directories of two evaluations on the same data.  Output: figures of the prompts that both have, and their
-# differences, prompt by prompt.
+# Input: directories of two evaluations on the same data.  Output: figures over the prompts that both have, and their
+# differences, paired by prompt.
 
 
-# What has to be equal, or a difference would be of more than the models.
+# Settings that must be equal, so that only the models differ.
 ALIKE = ("inputs.data", "data.task", "data.prompt_template", "data.prompt_field", "data.system_prompt",
          "data.use_chat_template", "data.reference_field", "data.environment", "inputs.corpus",
          "generation.max_completion_tokens", "generation.stop", "temperature")  # fmt: skip
 ALIKE_BELOW = ("environment.", "composite.", "judge.", "instructions.")
-FEW = 20  # prompts; the interval of fewer says too much
+FEW = 20  # prompts; with fewer the interval is too narrow to be trusted
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two models on the same prompts."""
+    """Figures of two models on the same prompts."""
 
     first: str
     second: str
-    num_prompts: int  # that both have samples of
-    figures: dict[str, tuple[float, float, Estimate]]  # of the first, of the second, and the difference
+    num_prompts: int  # with samples of both
+    figures: dict[str, tuple[float, float, Estimate]]  # name → (first, second, difference)
 
     def as_json(self) -> dict[str, Any]:
         """The comparison for programs."""
@@ -84,7 +84,7 @@ class Comparison:
         return {"first": self.first, "second": self.second, "num_prompts": self.num_prompts, "figures": figures}
 
     def as_text(self) -> str:
-        """A line for each figure."""
+        """Table with a line for each figure."""
         rows = [self._row(name, *values) for name, values in self.figures.items()]
         heads = [f"first   {self.first}", f"second  {self.second}", f"{self.num_prompts} prompts that both have"]
         return "\n".join([*heads, *aligned(rows)])
@@ -96,14 +96,14 @@ class Comparison:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Returns the exit status.  Raises ConfigError, DataError."""
+    """Compare two evaluations; return the exit status.  Raises ConfigError, DataError."""
     comparison = comparison_of(options.first, options.second)
     print(json.dumps(comparison.as_json(), indent=1) if options.json else comparison.as_text())
     return 0
 
 
 def comparison_of(first: Path, second: Path) -> Comparison:
-    """Raises ConfigError: no evaluation, one of something else, or no prompt that both have; DataError."""
+    """Compare.  Raises ConfigError: no evaluation, unlike settings, or no prompt that both have; DataError."""
     settings = [_settings(path) for path in (first, second)]
     _refuse_unlike(settings)
     wanted = [_wanted(path, each) for path, each in zip((first, second), settings, strict=True)]
@@ -114,7 +114,7 @@ def comparison_of(first: Path, second: Path) -> Comparison:
         raise ConfigError(f"{first} and {second}: have no prompt in common")
     numbers = {each.samples_per_prompt for each in settings}
     one, other = (of_prompts([of_model[source] for source in common], min(numbers)) for of_model in judged)
-    if len(numbers) > 1:  # a majority of more votes is another figure
+    if len(numbers) > 1:  # maj@k of different k are different figures
         one.pop(f"maj@{min(numbers)}", None)
     figures = {}
     for name in (name for name in one if name in other):
@@ -143,9 +143,9 @@ def _refuse_unlike(settings: Sequence[EvaluationSettings]) -> None:
 
 
 def _wanted(directory: Path, settings: EvaluationSettings) -> list[EvaluatedSample]:
-    """All of an evaluation.  Raises ConfigError: some are missing."""
+    """Read all samples of an evaluation.  Raises ConfigError: some are missing."""
     wanted = wanted_samples(settings, read_samples(directory))
-    if len(wanted) < settings.num_samples:  # those that are there first are short ones
+    if len(wanted) < settings.num_samples:  # the first samples on disk are short ones
         raise ConfigError(
             f"{directory}: {len(wanted)} of {settings.num_samples} samples are there; repeat its `rlhpc evaluate` "
             "command to draw the others"
@@ -154,13 +154,13 @@ def _wanted(directory: Path, settings: EvaluationSettings) -> list[EvaluatedSamp
 
 
 def _has_namesakes(samples: Sequence[EvaluatedSample]) -> bool:
-    """Whether files of one name lie in several directories, as those of splits may."""
+    """Whether several directories have files of one name, as those of splits may."""
     files = {_file_of(each.source) for each in samples}
     return len({file.name for file in files}) < len(files)
 
 
 def _judged(samples: Sequence[EvaluatedSample], num_parts: int) -> dict[str, list[JudgedSample]]:
-    """Samples by the record of their prompt, wherever the dataset lay; num_parts: of a path that tell files apart."""
+    """Samples by their prompt's record; num_parts: last parts of the dataset's path that identify a file."""
     found: defaultdict[str, list[JudgedSample]] = defaultdict(list)
     for each in samples:
         if each.verdict != Verdict.VERIFIER_ERROR.value:
@@ -170,12 +170,12 @@ def _judged(samples: Sequence[EvaluatedSample], num_parts: int) -> dict[str, lis
 
 
 def _file_of(source: str) -> Path:
-    """The file of a source, without the line."""
+    """Path of a source, without its line number."""
     return Path(source.rpartition(":")[0])
 
 
 def _verdict(change: Estimate) -> str:
-    """What the interval says."""
+    """Conclusion from the interval of a difference, in words."""
     if change.num_prompts < FEW:
         return "too few prompts"
     if change.low > 0:
@@ -187,7 +187,10 @@ def _verdict(change: Estimate) -> str:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Returns the exit status.  Raises ConfigError, CheckpointError, DataError, RunDirectoryError, RoleFailed."""
+    """Evaluate; return the exit status.
+
+    Raises ConfigError, CheckpointError, DataError, RunDirectoryError, RoleFailed.
+    """
     if options.dry_run and options.site is None:
         raise ConfigError("--dry-run: prints the script of a job; use it with --site")
     refuse_how(options)
@@ -214,7 +217,7 @@ def _evaluate(options: argparse.Namespace, site: Site | None) -> int:
 
 
 def _planned(options: argparse.Namespace, *, runs_here: bool) -> tuple[list[Evaluation], int]:
-    """All that a command asks for, and how many models were refused by name; raises what is wrong with the only one."""
+    """Plan a command's evaluations; return them and the number of refused models.  Raises for the only model."""
     targets, num_refused = find_targets(options, _tell)
     planned, is_only = list[Evaluation](), len(targets) + num_refused == 1
     for target in targets:
@@ -232,7 +235,7 @@ def _planned(options: argparse.Namespace, *, runs_here: bool) -> tuple[list[Eval
 
 
 def _refuse_one_place(options: argparse.Namespace, planned: Sequence[Evaluation], *, is_only: bool) -> None:
-    """Raise ConfigError where the samples of several models would lie in one directory."""
+    """Raise ConfigError if samples of several models would lie in one directory."""
     if options.out is not None and not is_only:
         raise ConfigError(f"--out {options.out}: is for one model; without it each has a directory")
     for directory, number in Counter(each.directory for each in planned).items():
@@ -241,7 +244,7 @@ def _refuse_one_place(options: argparse.Namespace, planned: Sequence[Evaluation]
 
 
 def _report(group: Sequence[Evaluation], options: argparse.Namespace, *, is_only: bool) -> int:
-    """Returns the number of evaluations that could not be; raises what is wrong where the command names one model."""
+    """Draw and show; return the number of failed evaluations.  Raises the failure if the command names one model."""
     num_refused, fresh = 0, [each.directory for each in group if options.fresh]
     for evaluation, outcome in zip(group, report_together(group, _tell, fresh=fresh), strict=True):
         if isinstance(outcome, Report):

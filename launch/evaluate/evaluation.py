@@ -1,7 +1,7 @@
 """Evaluations on this machine: everything checked, samples drawn, figures written.
 
-Input: targets and a request.  Output: Reports, and the files of each evaluation's directory.  Those of adapters beside
-one model are drawn together, by engines that load the model once.
+Input: targets and a request.  Output: Reports, and the files of each evaluation's directory.  Evaluations of adapters
+on one model are drawn together, by engines that load the model once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from rlhpc.protocol.types import FinishReason, Verdict
 #
 # The directory of an evaluation: one command at a time, one kind of samples.
 #
-# Input: settings, and what an earlier command has left.  Output: the directory, locked, ready to be continued.
+# Input: settings, and files of an earlier command.  Output: the directory, locked, ready to be continued.
 
 
 LOCK = RunLayout(Path()).lock.name
@@ -69,7 +69,7 @@ LONGEST_VALUE = 80  # characters of a value in a message
 
 
 class DirectoryInUse(RunDirectoryError):
-    """Another command is at work there."""
+    """Another command is using the directory."""
 
 
 @contextmanager
@@ -78,11 +78,11 @@ def evaluation_directory(
 ) -> Iterator[DirectoryLock]:
     """Own the directory while the block runs, with these settings written to it.
 
-    is_fresh: delete what is there.  Raises DirectoryInUse; RunDirectoryError: it holds something else, or samples of
+    is_fresh: delete its content first.  Raises DirectoryInUse; RunDirectoryError: it holds other files, or samples of
     other settings; ConfigError: settings that cannot be read.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
-    unfinished = f".{NAME}."  # a command was killed while it wrote its settings
+    unfinished = f".{NAME}."  # prefix of a file that a command was writing when it was killed
     names = {path.name for path in directory.iterdir() if not path.name.startswith(unfinished)}
     if names - {LOCK} and NAME not in names:
         raise RunDirectoryError(f"{directory}: not empty, and not an evaluation; choose another directory with --out")
@@ -103,7 +103,7 @@ def evaluation_directory(
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether its settings are those of an evaluation, perhaps of another version, if there are some."""
+    """Whether a directory holds the settings of an evaluation, of any version of rlhpc, or none."""
     try:
         document = json.loads((directory / NAME).read_bytes())
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def unlike_samples(directory: Path, settings: EvaluationSettings) -> set[str]:
-    """Name the settings in which samples that are there differ from these.  Raises ConfigError."""
+    """Names of settings in which existing samples differ from these.  Raises ConfigError."""
     before = read_settings(directory)
     return set() if before is None else _unlike(before, settings)
 
@@ -147,7 +147,7 @@ def _shown(value: Any) -> str:
 
 
 def _clear(directory: Path) -> None:
-    """All but the lock; the settings last, so that a directory that is cleared in part is still known as ours."""
+    """Delete all but the lock; the settings last, so that a partly cleared directory is still known as ours."""
     for path in sorted(directory.iterdir(), key=lambda path: path.name == NAME):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -157,15 +157,15 @@ def _clear(directory: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- preview
 #
-# What [[evaluation]] of a run file asks for, checked before a run starts.
+# The [[evaluation]] tables of a run file, checked before a run starts.
 #
-# Input: Config.  Output: lines for people; a ConfigError for what an evaluation would fail by.
+# Input: Config.  Output: lines for people; a ConfigError for settings with which an evaluation would fail.
 
 
 def preview_evaluations(config: Config, *, roles_run_here: bool = True, has_gpus: bool = True) -> list[str]:
-    """A line for each table.  Raises ConfigError, whose text names the table.
+    """Return a line for each table.  Raises ConfigError, whose text names the table.
 
-    roles_run_here: False where engines run in another environment than this process.  has_gpus: where they run.
+    roles_run_here: False if engines run in another environment than this process.  has_gpus: whether they have GPUs.
     """
     target = target_of(config)
     said = []
@@ -177,7 +177,7 @@ def preview_evaluations(config: Config, *, roles_run_here: bool = True, has_gpus
 
 
 def _doubts(config: Config, request: Request, data: DataConfig, found: DatasetSummary) -> Iterator[str]:
-    """Yield what an evaluation would say less than it seems to by."""
+    """Yield reasons why the figures of an evaluation would mean less than they seem to."""
     if request.prompts is not None and request.prompts > found.num_records:
         yield f"prompts={request.prompts}, and the dataset has {counted(found.num_records, 'record')}: all are taken"
     for trained in config.data:
@@ -209,9 +209,9 @@ END_S = 10.0  # for a process that was asked to end; then it is killed
 
 @contextmanager
 def caches_on_this_node() -> Iterator[None]:
-    """Keep caches on this node in a Slurm job: engines started meanwhile compile once, not into a home on a network.
+    """In a Slurm job, keep caches on this node: engines compile once, and not into a home on a network.
 
-    Like those of a run (role_task.py).  What the user's environment says of a cache is left as it is.
+    As for a run (role_task.py).  Caches that the user's environment sets are left as they are.
     """
     if "SLURM_JOB_ID" not in os.environ:
         yield
@@ -233,9 +233,10 @@ def sample_all(
     descriptors: Sequence[int],
     tell: Callable[[str], None],
 ) -> None:
-    """Draw the samples that directories lack with as many processes as generation.num_replicas says.
+    """Draw the missing samples of directories with generation.num_replicas processes.
 
-    descriptors: of the directories' locks, which they keep.  Raises RoleFailed; KeyboardInterrupt for SIGTERM too.
+    descriptors: of the directories' locks, kept by the processes.  Raises RoleFailed; KeyboardInterrupt, also for
+    SIGTERM.
     """
     directories = [*evaluations]
     num_shares = evaluations[directories[0]].config.generation.num_replicas
@@ -292,7 +293,7 @@ def _start(
 
 
 def end_all(processes: Collection[subprocess.Popen[bytes]], patience_s: float) -> None:
-    """Ask them to end; each that has not after its time is killed."""
+    """Ask processes to end; kill each that has not after patience_s."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -312,7 +313,7 @@ def _why(directory: Path, index: int, status: int) -> str:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Slurm's and a user's `kill` are Ctrl-C."""
+    """Turn SIGTERM, from Slurm or `kill`, into KeyboardInterrupt."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -325,15 +326,15 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 class _SampleCount:
-    """How many samples all processes have written: counts lines, and reads none again."""
+    """Counts the samples that all processes have written, without reading a line twice."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = directories
-        self._read: dict[Path, int] = {}  # bytes of each file
+        self._read: dict[Path, int] = {}  # bytes read of each file
         self._num_lines = 0
 
     def look(self) -> int:
-        """Whole lines of all files.  Raises OSError."""
+        """Count whole lines of all files.  Raises OSError."""
         for path in (path for directory in self._directories for path in directory.glob("samples-*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -344,12 +345,12 @@ class _SampleCount:
 
 
 class _Progress:
-    """Tells from time to time how far it has got."""
+    """Reports progress from time to time."""
 
     def __init__(self, num_samples: int, num_done: int, tell: Callable[[str], None]) -> None:
         self._num_samples, self._first, self._tell = num_samples, num_done, tell
         self._told_s, self._pause_s = time.monotonic(), FIRST_WORD_S
-        self._began: tuple[float, int] | None = None  # when the first new sample was there, and how many there were
+        self._began: tuple[float, int] | None = None  # time and number of samples when the first new one was written
 
     def show(self, num_done: int) -> None:
         now = time.monotonic()
@@ -374,7 +375,7 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of an evaluation."""
+    """Figures of an evaluation."""
 
     title: str
     temperature: float
@@ -386,11 +387,11 @@ class Report:
     num_not_judged: int  # samples with a verifier error
 
     def as_json(self) -> dict[str, Any]:
-        """summary.json."""
+        """Content of summary.json."""
         return asdict(self)
 
     def as_text(self) -> str:
-        """A line for each figure, with its interval of 95 %."""
+        """Table with a line for each figure, with its 95 % interval."""
         how = "the most likely tokens" if self.temperature == 0 else f"temperature {self.temperature:g}"
         lines = [
             f"{self.title}: {counted(self.num_prompts, 'prompt')} × {counted(self.samples_per_prompt, 'sample')}, {how}"
@@ -410,9 +411,9 @@ class Report:
 
 
 def wanted_samples(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) -> list[EvaluatedSample]:
-    """Those that the settings ask for, each once; an earlier command may have asked for more.
+    """Samples that the settings require, each once; an earlier command may have drawn more.
 
-    Without their texts, which are most of them and in no figure.
+    Returned without their texts, which take most of the memory and are in no figure.
     """
     found = {
         (each.prompt, each.sample): replace(each, completion="", detail="", parts={})
@@ -423,7 +424,7 @@ def wanted_samples(settings: EvaluationSettings, samples: Iterable[EvaluatedSamp
 
 
 def report_of(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) -> Report | None:
-    """None: some of the samples that the settings ask for are missing."""
+    """Compute the figures; None if required samples are missing."""
     found = wanted_samples(settings, samples)
     if len(found) < settings.num_samples:
         return None
@@ -447,13 +448,13 @@ def report_of(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) 
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
 
-MODEL = "model"  # in the directory, while samples are drawn: weights of a run's checkpoint as an HF checkpoint
+MODEL = "model"  # in the directory, while samples are drawn: HF checkpoint with the weights of a run's checkpoint
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What is to be evaluated, on what, and where samples go."""
+    """An evaluation: target, request, settings, and the directory of its samples."""
 
     target: Target
     request: Request
@@ -468,9 +469,9 @@ class Evaluation:
         done: Done = lambda *_: None,
         remind: Callable[[], None] = lambda: None,
     ) -> Report:
-        """The figures; draws what is missing.
+        """Draw missing samples and return the figures.
 
-        Raises CheckpointError, RunDirectoryError, RoleFailed and as report_together does.
+        Raises CheckpointError, RunDirectoryError, RoleFailed and as report_together.
         """
         (outcome,) = report_together([self], tell, fresh=[self.directory] if is_fresh else [], done=done)
         if not isinstance(outcome, Report):
@@ -478,13 +479,13 @@ class Evaluation:
         return outcome
 
     def shares_engines(self, other: Evaluation) -> bool:
-        """Return whether both are of adapters that engines can hold beside each other."""
+        """Return whether both evaluate adapters that one engine can hold together."""
         one, two = (with_values(each.settings.config, {**_SCALE, "lora.initial": None}) for each in (self, other))
         is_alike = one == two and self.settings.inputs.get("base") == other.settings.inputs.get("base")
         return one.lora.rank > 0 and is_alike
 
     def begin(self) -> EvaluationSettings:
-        """Write the settings, with the model as engines load it.  Raises CheckpointError, ConfigError, OSError."""
+        """Write the settings, and the model for engines to load.  Raises CheckpointError, ConfigError, OSError."""
         model, config = self.directory / MODEL, self.settings.config
         shutil.rmtree(model, ignore_errors=True)  # of a command that was killed
         is_adapter = config.lora.rank > 0
@@ -495,7 +496,7 @@ class Evaluation:
         return settings
 
     def drawn(self, settings: EvaluationSettings, done: Done, failure: Exception | None) -> Report:
-        """The figures, once all samples are there.  Raises `failure`, or RoleFailed, and what `done` raises."""
+        """Return the figures if all samples are there.  Raises `failure`, or RoleFailed, or an exception of `done`."""
         report = report_of(settings, read_samples(self.directory))
         if report is None:
             words = "its processes were asked to end; the same command draws the other samples"
@@ -512,7 +513,7 @@ class Evaluation:
         return report
 
     def how_far(self) -> str:
-        """Progress, for whoever interrupted it; nothing that is wrong with the samples may come between."""
+        """Describe the progress after an interruption; faults in the samples are ignored."""
         try:
             number = sum(1 for _ in read_samples(self.directory))
         except (DataError, OSError):
@@ -522,11 +523,11 @@ class Evaluation:
 
 
 Done = Callable[[Evaluation, Report, Path], None]
-_SCALE = {"lora.alpha": 1.0, "lora.rslora": False}  # what adapters side by side may differ in
+_SCALE = {"lora.alpha": 1.0, "lora.rslora": False}  # keys in which adapters of one engine may differ
 
 
 def side_by_side(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
-    """Evaluations in groups that can be drawn by the same engines."""
+    """Group evaluations that can be drawn by the same engines."""
     groups = list[list[Evaluation]]()
     for each in evaluations:
         group = next((group for group in groups if each.shares_engines(group[0])), None)
@@ -545,12 +546,12 @@ def report_together(
     done: Done = lambda *_: None,
     remind: Callable[[], None] = lambda: None,
 ) -> list[Report | Exception]:
-    """The figures of evaluations by the same engines, or why there are none; draws what is missing.
+    """Draw missing samples of evaluations by the same engines; return the figures of each, or its exception.
 
-    One that cannot be drawn does not hold up the others.  fresh: directories in which what is there is deleted.
+    A failing evaluation does not stop the others.  fresh: directories whose content is deleted first.
     done: called with new figures and the model, an HF checkpoint or PEFT adapter, which it may move away.
     remind: called twice a minute while samples are drawn, and then alone; it may raise.
-    Raises ConfigError; KeyboardInterrupt that says how far it has got.
+    Raises ConfigError; KeyboardInterrupt that describes the progress.
     """
     outcomes = dict[int, Report | Exception]()
     drawn = dict[int, EvaluationSettings]()
@@ -569,7 +570,7 @@ def report_together(
                 report = report_of(each.settings, read_samples(each.directory))
                 if report is not None and (each.directory / SUMMARY).exists():
                     outcomes[place] = each.finish(report, tell)
-                else:  # or `done` has not been called to its end
+                else:  # samples are missing, or `done` was interrupted
                     stack.callback(shutil.rmtree, each.directory / MODEL, ignore_errors=True)
                     drawn[place] = each.begin()
             except (RlhpcError, OSError) as error:
@@ -608,9 +609,9 @@ def _failure_of(draw: Callable[[], None]) -> Exception | None:
 
 
 def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True) -> Evaluation:
-    """Everything that is asked for, checked; writes nothing.  Raises ConfigError, DataError.
+    """Check a request and plan its evaluation; writes nothing.  Raises ConfigError, DataError.
 
-    runs_here: False where its processes run on another machine.
+    runs_here: False if its processes run on another machine.
     """
     target = with_adapter(replace(target, is_average=request.is_average))
     gpus = gpus_here(os.environ) if runs_here else None
@@ -639,7 +640,7 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
 
 
 def delete_exports(evaluations: Path) -> None:
-    """Weights that killed commands have left below this directory; nothing that a command of now is at work with."""
+    """Delete weights that killed commands have left below this directory; those of running commands stay."""
     for model in evaluations.glob(f"*/{MODEL}"):
         if (model.parent / NAME).exists():
             with suppress(LockHeld):
@@ -649,18 +650,18 @@ def delete_exports(evaluations: Path) -> None:
 
 
 def _base(config: Config) -> dict[str, str]:
-    """Name of the weights that adapters are beside, if these are evaluated, and not merged weights."""
+    """Name of the base if adapters are evaluated, not merged weights."""
     return {"base": base_name(config.lora, base_digest(config.model.path))} if config.lora.rank else {}
 
 
 def _corpus(config: Config) -> dict[str, list[str]]:
-    """The digest of what environments search, if anything."""
+    """Digest of the corpus that environments search, if there is one."""
     corpus = config.environment.corpus
     return {} if corpus is None else {"corpus": [entry.digest for entry in look_at_data(corpus).values()]}
 
 
 def _judge_template(config: Config) -> dict[str, str]:
-    """The digest of the file that says what the judge is asked, if one does.  Raises ConfigError."""
+    """Digest of the file with the judge's prompt, if there is one.  Raises ConfigError."""
     file = config.judge.template_file
     if not file or not any("llm_judge" in config.parts_of(task) for task in config.data_tasks):
         return {}

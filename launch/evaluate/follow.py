@@ -1,9 +1,9 @@
-"""`rlhpc evaluate RUN_DIR [DATA] --follow`: evaluate what a run saves, while it trains.
+"""`rlhpc evaluate RUN_DIR [DATA] --follow`: evaluate a run's checkpoints while it trains.
 
-Input: a run directory, and which datasets.  Output: an evaluation of the newest checkpoint, or of adapters those of all
-that are due, by the same engines, again and again until the run is over; curves for TensorBoard; the best model so far,
-an HF checkpoint or PEFT adapter; an end of the run where it gets no better.  A checkpoint is one weight version, and
-engines of our own sample it: the run does not notice.  All state is in the evaluations on disk.
+Input: a run directory, and datasets.  Output: until the run is over, evaluations of the newest checkpoint, or of all
+due checkpoints of adapters by the same engines; curves for TensorBoard; the best model so far, an HF checkpoint or PEFT
+adapter; a request to stop the run when it no longer improves.  A checkpoint is one weight version, and separate engines
+sample it: the run is not disturbed.  All state is in the evaluations on disk.
 
     RUN_DIR/evaluations/tensorboard/…                  evaluation/NAME/FIGURE against the step
     RUN_DIR/evaluations/best-NAME/, rlhpc_figures.json in it
@@ -47,15 +47,15 @@ from rlhpc.training.checkpoint_directory import AttemptTimeline, KnownCheckpoint
 
 FIGURES = "rlhpc_figures.json"  # in the best model's directory
 LOOK_S = 5.0
-ASK_S, ASK_SOON_S = 60.0, 10.0  # between two questions to Slurm; where the run was asked to stop
-SURE = 2  # answers of Slurm in a row that nothing is left
-MOST_FAILURES = 3  # evaluations in a row whose engines or disk failed; then the command fails
+ASK_S, ASK_SOON_S = 60.0, 10.0  # between two queries to Slurm; after the run was asked to stop
+SURE = 2  # consecutive answers of Slurm that no job is left
+MOST_FAILURES = 3  # consecutive evaluations whose engines or disk failed; then the command fails
 Tell = Callable[[str], None]
 Show = Callable[[Report], None]
 
 
 def refuse_how(options: argparse.Namespace) -> None:
-    """Raises ConfigError for options that mean nothing with, or without, --follow."""
+    """Raise ConfigError for options that have no effect with, or without, --follow."""
     if options.follow:
         if options.run is not None:
             raise ConfigError(f"--run {options.run}: not with --follow, which follows a run with its own settings")
@@ -76,16 +76,16 @@ def refuse_how(options: argparse.Namespace) -> None:
 
 
 def run_of(options: argparse.Namespace) -> RunLayout:
-    """The run that is followed.  Raises RunDirectoryError: there is none."""
+    """Directory of the followed run.  Raises RunDirectoryError: there is no run."""
     layout = RunLayout(without_dots(options.model))
     layout.require_run()
     return layout
 
 
 def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
-    """Returns 0 when the run is over, 1 when it has given no sign of life for too long.
+    """Follow a run; return 0 when it is over, 1 when it has been silent for too long.
 
-    In a Slurm job of its own it goes back into the queue before its time limit.
+    In the Slurm job that evaluates a run, requeues the job before its time limit.
     """
     layout = run_of(options)
     try:
@@ -112,7 +112,7 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
                 if steps and course.evaluate(steps, curves, show, tell):
                     has_tried = True
                     if course.is_no_better(tell) and not life.is_over:
-                        write_atomically(layout.stop_request, b"")  # whoever runs it sees to it
+                        write_atomically(layout.stop_request, b"")  # read by the run's launcher or supervisor
                         tell(f"{layout.root}: asked to finish its step, save and end, as `rlhpc stop` does")
                         return 0
             if has_tried:  # what was newest then is perhaps not even there any more
@@ -136,7 +136,7 @@ class Curves:
         self._directory, self._writer = directory, TensorBoardWriter(directory)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Write these, in another file if `rlhpc run --fresh` has deleted the one before with the run directory."""
+        """Write values at a step; in a new file if `rlhpc run --fresh` has deleted the old one."""
         if not self._writer.path.exists():
             self.close()
             self._writer = TensorBoardWriter(self._directory)
@@ -149,7 +149,7 @@ class Curves:
 
 
 class DatasetFollower:
-    """A dataset, from checkpoint to checkpoint."""
+    """Evaluates a run's checkpoints on one dataset."""
 
     def __init__(
         self,
@@ -159,23 +159,23 @@ class DatasetFollower:
         *,
         takes_all: bool = False,
     ) -> None:
-        """remind: called while samples are drawn; what it raises ends the evaluation, which can be continued.
+        """remind: called while samples are drawn; its exception ends the evaluation, which can be continued.
 
-        takes_all: every checkpoint that is due, and not the newest alone.
+        takes_all: evaluate every due checkpoint, not only the newest.
         """
         self._takes_all = takes_all
         self._layout, self._request, self._remind = layout, request, remind
-        self._tried: set[tuple[int, str]] = set()  # steps and digests of checkpoints
-        self._failures = 0  # in a row
-        self.has_new = False  # figures that nobody has judged
-        self.is_waiting = False  # for another command that evaluates the same
+        self._tried: set[tuple[int, str]] = set()  # (step, digest) of checkpoints
+        self._failures = 0  # consecutive
+        self.has_new = False  # whether there are figures that is_no_better has not seen
+        self.is_waiting = False  # for another command that evaluates the same checkpoint
 
     def due(self, *, is_last: bool) -> list[int]:
-        """Steps that are each far enough from the one before, and the newest if no other will come, in their order."""
+        """Steps to evaluate, ascending, each at least `every` steps after the one before; is_last: with the newest."""
         try:
             steps = sorted(step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps())
             past = RunView(self._layout).evaluations.get(self._request.name, {})
-        except OSError:  # begun anew at this moment, or its file server is away
+        except OSError:  # the run is being started over, or its file server does not answer
             return []
         found = list[int]()
         if self._takes_all:
@@ -188,7 +188,7 @@ class DatasetFollower:
         return found
 
     def evaluate(self, steps: Sequence[int], curves: Curves, show: Show, tell: Tell) -> bool:
-        """Evaluate checkpoints, or say why not; False: another command does, and they are to be tried again.
+        """Evaluate checkpoints, or report why not; False if another command does and they are to be tried again.
 
         Raises RoleFailed or OSError when the engines or the disk have failed several times in a row.
         """
@@ -197,7 +197,7 @@ class DatasetFollower:
         for step in steps:
             try:
                 evaluation = plan_evaluation(find_target(self._layout.root, step), self._request)
-                # A run that went back to an older step comes by this one again, with another model.
+                # A run resumed from an older step reaches this one again, with another model.
                 unlike = unlike_samples(directory := evaluation.directory, evaluation.settings)
             except (CheckpointError, RunDirectoryError, OSError) as error:
                 outcomes[step] = error
@@ -218,7 +218,7 @@ class DatasetFollower:
         return self._say(outcomes, show, tell)
 
     def _say(self, outcomes: Mapping[int, Report | Exception], show: Show, tell: Tell) -> bool:
-        """Show figures, and say why there are none; whether there is anything but directories in use."""
+        """Show figures, or tell why there are none; return False if all directories are in use."""
         was_waiting, failures = self.is_waiting, list[Exception]()
         self.is_waiting = any(isinstance(each, DirectoryInUse) for each in outcomes.values())
         for step, outcome in sorted(outcomes.items()):
@@ -228,8 +228,8 @@ class DatasetFollower:
                 if not was_waiting:
                     tell(f"step {step}: {outcome}; tried again until it is done")
             elif isinstance(outcome, (CheckpointError, FileNotFoundError, RunDirectoryError, RoleFailed, OSError)):
-                # The run has deleted it, or somebody else's files are there; or a full disk or a file server, perhaps
-                # only now.
+                # No failure: the run has deleted the checkpoint, or the directory holds other files.  Failures, perhaps
+                # transient: a full disk, a file server, an engine.
                 is_failure = not isinstance(outcome, (CheckpointError, FileNotFoundError, RunDirectoryError))
                 failures += [outcome] if is_failure else []
                 if not is_failure or self._failures + 1 < MOST_FAILURES:
@@ -245,7 +245,7 @@ class DatasetFollower:
         return not all(isinstance(each, DirectoryInUse) for each in outcomes.values())
 
     def is_no_better(self, tell: Tell) -> bool:
-        """Whether the run is to be stopped, judged by new figures: old ones are known to whoever has resumed it."""
+        """Whether new figures require that the run is stopped; old ones were known when it was resumed."""
         request, has_new, self.has_new = self._request, self.has_new, False
         if not has_new or request.best is None or request.stop_after is None:
             return False
@@ -256,7 +256,7 @@ class DatasetFollower:
         return True
 
     def _digest(self, step: int) -> str:
-        """ "": the checkpoint is not there."""
+        """Digest of a checkpoint; "" if it does not exist."""
         try:
             return checkpoint_digest(self._layout.checkpoint(step))
         except OSError:
@@ -298,7 +298,7 @@ def _keep_if_best(
 
 
 def _kept_value(layout: RunLayout, place: Path, figure: str) -> float:
-    """The figure of the model that is kept; −∞: none is, or one of a step that has been undone."""
+    """Figure of the best model so far; -inf if there is none, or its step was rolled back."""
     try:
         document = json.loads((place / FIGURES).read_bytes())
         is_undone = AttemptTimeline.read(layout.attempts).undone_by(document["step"], document["attempt"]) is not None
@@ -315,28 +315,28 @@ def _is_no_better(past: dict[int, float], num_evaluations: int) -> bool:
 
 
 class RunLife:
-    """Whether a run goes on, by the file that its controller writes twice a second."""
+    """Tells whether a run goes on, by the status file that its controller writes twice a second."""
 
     def __init__(self, layout: RunLayout, patience_s: float) -> None:
         self._layout, self._patience_s = layout, patience_s
         self._seen, self._seen_s = -1, time.monotonic()
         self._began_s = self._asked_s = self._seen_s
         self._has_jobs: bool | None = None
-        self._none_left = 0  # answers in a row
+        self._none_left = 0  # consecutive answers of Slurm that no job is left
 
     @property
     def is_over(self) -> bool:
-        """True once it is complete, or has been stopped since we look, or none of its Slurm jobs is left."""
+        """True once the run is complete, was stopped after we began to look, or has no Slurm jobs left."""
         if is_complete(self._layout):
             return True
-        if self._jobs:  # their controllers leave as if stopped before a time limit, too
+        if self._jobs:  # before a time limit their controllers leave as if stopped, too
             return self.has_jobs is False and (self._was_asked or self._none_left >= SURE)
         progress = read_progress(self._layout)
         return progress is not None and progress.is_over and progress.age_s < time.monotonic() - self._began_s
 
     @property
     def has_jobs(self) -> bool | None:
-        """Whether one of its Slurm jobs was left when Slurm was asked last; None: Slurm did not say."""
+        """Whether Slurm's last answer had jobs of the run; None: Slurm did not answer."""
         jobs = self._jobs
         if not jobs:
             return False
@@ -348,9 +348,9 @@ class RunLife:
 
     @property
     def shows(self) -> bool:
-        """False once it has shown nothing for too long."""
+        """False once the status file has not changed for too long."""
         now, changed = time.monotonic(), -1
-        with suppress(OSError):  # none, or not to be looked at now
+        with suppress(OSError):  # no file, or a file server that does not answer
             changed = self._layout.status.stat().st_mtime_ns
         if changed != self._seen:
             self._seen, self._seen_s = changed, now
@@ -362,5 +362,5 @@ class RunLife:
 
     @property
     def _was_asked(self) -> bool:
-        """Whether it was asked to stop."""
+        """Whether the run was asked to stop."""
         return wants_stop(self._layout) or wants_abort(self._layout)

@@ -1,7 +1,7 @@
 """Evaluations as Slurm jobs: the command itself, on a node with the GPUs of the site's [evaluation] or [generation].
 
-Input: what is to be evaluated, a site file.  Output: a script, and a job in the queue.  A job that is preempted is
-requeued and goes on with what is there.
+Input: evaluations, a site file.  Output: a script, and a job in the queue.  A preempted job is requeued and continues
+from the samples on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlhpc.protocol.errors import ConfigError
 
 
 SCRIPT = "job.sbatch"
-FOLLOW_PATIENCE_S = 900.0  # with a run that shows nothing, in a job that could give its node back
+FOLLOW_PATIENCE_S = 900.0  # with a silent run, after which the job gives its node back
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class EvaluationJob:
     """A job that is ready to be submitted."""
 
     jobs: JobPlan
-    directory: Path  # of its script and log
+    directory: Path  # holds its script and log
     script: str
 
     @classmethod
     def of(cls, group: Sequence[Evaluation], site: Site) -> Self:
-        """Evaluations by the same engines, in the directory of the first; writes nothing.
+        """Plan a job for evaluations by the same engines, in the directory of the first; writes nothing.
 
         Raises ConfigError: a fault of the site file, or replicas that do not fit one node.
         """
@@ -59,7 +59,7 @@ class EvaluationJob:
 
     @classmethod
     def following(cls, config: Config, site: Site) -> Self:
-        """What [[evaluation]] of a run's settings asks for, as long as the run goes on.  Raises as `of` does."""
+        """Plan a job for a run's [[evaluation]] tables, as long as the run goes on.  Raises as `of`."""
         config = with_values(config, {"run.directory": shared_layout(config, site).root})
         first, *_ = of_run_file(config)
         engines = max(table.num_replicas for table in config.evaluation)
@@ -72,14 +72,14 @@ class EvaluationJob:
         return cls(plan, target.home, _script(plan, name, target.home, words, directives))
 
     def submit(self, *options: str, record: Callable[[int], object] = lambda job: None) -> int:
-        """Put it into the queue, have it recorded, and return its id.  options: of sbatch.  Raises SlurmError."""
+        """Submit and record the job; return its id.  options: for sbatch.  Raises SlurmError."""
         path = self.directory / SCRIPT
         write_atomically(path, self.script.encode(), mode=0o700)  # [prologue.environment] may be private
         return submit_script(path, options, record=record)
 
 
 def _plan(config: Config, directory: Path, site: Site) -> JobPlan:
-    """One task for all engines, whose command shares the GPUs out."""
+    """Plan one task for all engines; its command distributes the GPUs among them."""
     if site.evaluation is not None:
         site = site.model_copy(update={"generation": site.evaluation})
     config = with_values(config, {"run.directory": directory, "run.name": "evaluation"})
@@ -118,7 +118,7 @@ def _on_one_node(component: JobComponent) -> JobComponent:
 
 
 def _words(group: Sequence[Evaluation]) -> list[str]:
-    """The command on the node, where relative paths mean nothing, and when the run may have saved another step."""
+    """Words of the command on the node: with absolute paths, and the step, since the run may save another."""
     target, directory, request = group[0].target, group[0].directory, group[0].request
     words = ["evaluate", str(target.place), str(without_dots(request.data)), *request.words]
     words += ["--samples", str(request.samples), "--temperature", str(request.temperature)]
@@ -132,22 +132,22 @@ def _words(group: Sequence[Evaluation]) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------------- following job
 #
-# The Slurm job that evaluates a run while it trains: submitted beside the run's own, and once only.
+# The Slurm job that evaluates a run while it trains: submitted beside the run's own jobs, and once only.
 #
 # Input: settings of a run, a site file.  Output: a job that waits for the run's first one; its id in
 # evaluations/job.json.  It is not one of the run's jobs: nothing waits for it, and the run ends without it.
 
 
-ENDED_S = 60.0  # for a job that was cancelled
+ENDED_S = 60.0  # for a cancelled job to end
 Tell = Callable[[str], None]
 
 
 class TimeIsUp(BaseException):
-    """This job is close to its time limit.  Like KeyboardInterrupt it passes whoever catches every Exception."""
+    """Raised when this job is close to its time limit; like KeyboardInterrupt it passes `except Exception`."""
 
 
 def submit_following(config: Config, layout: RunLayout, site: Site, controller_job: int | None, tell: Tell) -> None:
-    """Put it into the queue, to start when the job of the controller has started; one that is there goes on.
+    """Submit the job, to start after the controller's job has; an existing one is left to go on.
 
     Raises ConfigError, SlurmError.
     """
@@ -162,7 +162,7 @@ def submit_following(config: Config, layout: RunLayout, site: Site, controller_j
 
 
 def following_job(layout: RunLayout) -> int | None:
-    """Id of the job that was submitted last."""
+    """Id of the job submitted last; None if there is none."""
     try:
         return int(json.loads(_record_of(layout).read_bytes())["job_id"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -175,7 +175,7 @@ def is_following_job(layout: RunLayout) -> bool:
 
 
 def end_following(layout: RunLayout, tell: Tell) -> None:
-    """Cancel it, if there is one, and wait for its end.  Raises SlurmError."""
+    """Cancel the job that evaluates a run, if there is one, and wait for its end.  Raises SlurmError."""
     job = following_job(layout)
     if job is None or is_following_job(layout) or not _is_alive(job):
         return
@@ -187,10 +187,10 @@ def end_following(layout: RunLayout, tell: Tell) -> None:
 
 
 class TimeWarning:
-    """Hears Slurm say in that job that its time is nearly over, and raises TimeIsUp in `remind`.
+    """Notes Slurm's warning before the job's time limit, and raises TimeIsUp in `remind`.
 
-    Not at once: what a signal raises within pydantic or torch comes out as an error of theirs, and Python drops what it
-    raises while an object is being finalised.
+    Not in the handler: pydantic and torch turn an exception of a signal handler into errors of their own, and Python
+    drops one that is raised while an object is being finalised.
     """
 
     def __init__(self, layout: RunLayout) -> None:
@@ -207,9 +207,9 @@ class TimeWarning:
             signal.signal(signal.SIGUSR2, self._before)
 
     def remind(self) -> None:
-        """Raises TimeIsUp once the warning has come; KeyboardInterrupt in a job of somebody else's."""
+        """Raise TimeIsUp if the warning has come; KeyboardInterrupt if the job is not the one that evaluates a run."""
         if self._has_come:
-            # It is recorded by now, if it is that job; this process may have started before.
+            # Checked only now: this process may have started before its job was recorded.
             raise TimeIsUp if is_following_job(self._layout) else KeyboardInterrupt
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -217,7 +217,7 @@ class TimeWarning:
 
 
 def go_on_later(layout: RunLayout, tell: Tell) -> int:
-    """Back into the queue, or a successor where the site forbids that.  Returns the exit status of the batch step."""
+    """Requeue the job, or submit a successor if the site forbids that.  Returns the exit status of the batch step."""
     job = ThisJob.of(os.environ)
     tell("this job is close to its time limit; it goes on after its requeue")
     try:
@@ -247,6 +247,6 @@ def _record(layout: RunLayout, job: int) -> None:
 
 
 def _is_alive(job: int) -> bool:
-    """True also where Slurm does not say: a second one would do the same work."""
+    """Whether a job is alive; True also if Slurm does not answer: a second job would do the same work."""
     look = look_at_jobs([job])
     return bool(look.trouble) or any(row.state.is_alive for row in look.rows)

@@ -1,6 +1,6 @@
-"""What is to be evaluated on which dataset, and how: as a command says it, or a table [[evaluation]] of a run file.
+"""Requests for evaluations: model, dataset and sampling, from a command or a table [[evaluation]] of a run file.
 
-Input: options, or a Config.  Output: Requests, checked as far as they go without model and data.
+Input: options, or a Config.  Output: Requests, checked as far as possible without model and data.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rlhpc.training.checkpoint_directory import COMPLETE, Fate, KnownCheckpoints
 
 # --------------------------------------------------------------------------------------------------------------- target
 #
-# The model that is evaluated: an HF checkpoint, or what a run has saved.
+# The model that is evaluated: an HF checkpoint, or a checkpoint of a run.
 #
-# Input: a path.  Output: a Target, which says what an evaluation of it begins with, and gives its weights as an HF
+# Input: a path.  Output: a Target, which holds the settings for its evaluation, and writes its weights as an HF
 # checkpoint.
 
 
@@ -49,27 +49,27 @@ _STEP = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model, and the settings that come with it."""
+    """A model to be evaluated, with the settings of its run."""
 
     title: str  # for people, also in the names of files
-    home: Path  # directory for evaluations of it, unless the user says otherwise
-    settings: Config | None  # of the run that it is from
+    home: Path  # default directory for evaluations of it
+    settings: Config | None  # of its run; None: it has none
     checkpoint: Path | None  # a step of that run; None: `model` is an HF checkpoint
-    model: Path  # HF checkpoint: the model itself, or what the run began with
-    is_average: bool = False  # the moving average of that step's weights
-    attempt: int | None = None  # of the run, that wrote the checkpoint; None: it is none, or does not say
-    run: Path | None = None  # that an HF checkpoint or adapter has its settings of
-    adapter: Path | None = None  # a PEFT adapter directory, beside `model`
-    lora: LoraConfig | None = None  # of adapters beside `model`; None: whole weights
+    model: Path  # HF checkpoint: the model itself, or the run's initial model
+    is_average: bool = False  # whether the moving average of that step's weights is evaluated
+    attempt: int | None = None  # attempt of the run that wrote the checkpoint; None: no checkpoint, or not known
+    run: Path | None = None  # run from which an HF checkpoint or adapter has its settings
+    adapter: Path | None = None  # PEFT adapter directory for `model`
+    lora: LoraConfig | None = None  # settings of adapters for `model`; None: whole weights
 
     @property
     def place(self) -> Path:
-        """The directory that it is read from."""
+        """Directory of the checkpoint, adapter or model."""
         return self.checkpoint or self.adapter or self.model
 
     @property
     def digest(self) -> Any:
-        """Digest of all that the model is, but for what adapters are beside.  Raises OSError, RunDirectoryError."""
+        """Digest of the model's files; of adapters without their base.  Raises OSError, RunDirectoryError."""
         if self.adapter is not None:
             return {name: entry.digest for name, entry in look_at_adapter(self.adapter).items()}
         if self.checkpoint is None:
@@ -77,13 +77,13 @@ class Target:
         return checkpoint_digest(self.checkpoint) + ("-average" if self.is_average else "")
 
     def weights(self, place: Path, *, as_adapter: bool = False) -> Path:
-        """An HF checkpoint with its weights, which are verified; one that has to be written is `place`.
+        """Return an HF checkpoint with its verified weights; written to `place` if there is none.
 
         as_adapter: a PEFT adapter directory instead.  Raises CheckpointError, ConfigError.
         """
         if self.checkpoint is None:
             return self.place
-        # Loads torch, which an evaluation of an HF checkpoint and one that is complete do not need here.
+        # Loads torch, which HF checkpoints and complete evaluations do not need here.
         from rlhpc.training.checkpoint_export import export_adapter, export_hf
 
         try:
@@ -100,10 +100,10 @@ def checkpoint_digest(checkpoint: Path) -> str:
 
 
 def find_target(path: Path, step: int | None) -> Target:
-    """path: HF checkpoint, run directory, or a checkpoint in one.  step: of a run; None: the newest complete one.
+    """Find a model.  path: HF checkpoint, run directory, or checkpoint in one.  step: None for the newest complete one.
 
-    Of a checkpoint sizes are compared and nothing is read: Target.weights verifies what it needs, once, and not for
-    an evaluation that is done already.  Raises ConfigError, CheckpointError.
+    Only the sizes of a checkpoint's files are compared: Target.weights verifies the files that it needs, once, and not
+    for a complete evaluation.  Raises ConfigError, CheckpointError.
     """
     if (match := _STEP.fullmatch(path.name)) and RunLayout(path.parent.parent).is_run:
         if step is not None:
@@ -130,9 +130,9 @@ def find_target(path: Path, step: int | None) -> Target:
 
 
 def find_targets(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[list[Target], int]:
-    """Models that a command names, and how many were passed over: steps that are not sound, told by name.
+    """Return the models that a command names, and the number of damaged steps, which are skipped with a message.
 
-    Raises as find_target does, where it is the only one.
+    Raises as find_target if the command names only one.
     """
     found, num_refused = list[Target](), 0
     models = [without_dots(path) for path in (options.model, *(options.others or ()))]
@@ -150,7 +150,7 @@ def find_targets(options: argparse.Namespace, tell: Callable[[str], None]) -> tu
 
 
 def _steps_of(options: argparse.Namespace, model: Path) -> list[int | None]:
-    """Steps of a run that are meant; None: the newest, or no run.  Raises ConfigError."""
+    """Steps of a run that the options name; None for the newest, or for a model without run.  Raises ConfigError."""
     if options.steps is None or not RunLayout(model).is_run:
         if options.steps is not None and not options.others:
             raise ConfigError(f"--steps {options.steps}: {model} is not a run directory")
@@ -170,9 +170,9 @@ def _steps_of(options: argparse.Namespace, model: Path) -> list[int | None]:
 
 
 def with_settings_of(target: Target, run: Path) -> Target:
-    """An HF checkpoint, with the settings of a run: its template, limits, reward and default datasets.
+    """Give an HF checkpoint the settings of a run: its template, limits, reward and default datasets.
 
-    run: a run file, or a run directory.  Raises ConfigError: also for what is of a run already.
+    run: a run file, or a run directory.  Raises ConfigError, also for a target that has a run.
     """
     if target.settings is not None:
         raise ConfigError(
@@ -188,12 +188,12 @@ def with_settings_of(target: Target, run: Path) -> Target:
 
 
 def target_of(config: Config) -> Target:
-    """A run as it begins."""
+    """The initial model of a run file."""
     return _of_settings(config, RunLayout(config.run_directory))
 
 
 def target_of_run(layout: RunLayout) -> Target:
-    """A run as it began, whatever it has saved.  Raises ConfigError."""
+    """The initial model of a run.  Raises ConfigError."""
     config, _ = read_resolved(layout)
     if config.is_supervised:
         raise ConfigError(
@@ -209,7 +209,7 @@ def _of_settings(config: Config, layout: RunLayout) -> Target:
 
 
 def with_adapter(target: Target) -> Target:
-    """A PEFT adapter with its settings, beside its base.  Raises ConfigError if it is damaged, or of another base."""
+    """Read the settings of a target's PEFT adapter.  Raises ConfigError if it is damaged, or of another base."""
     if target.adapter is None:
         return target
     if not (target.model / "config.json").is_file():
@@ -230,7 +230,7 @@ def _of_run(layout: RunLayout, step: int | None) -> Target:
 
 
 def _attempt_of(checkpoint: Path) -> int | None:
-    """Raises OSError: the run has deleted it."""
+    """Attempt that wrote a checkpoint; None if not known.  Raises OSError: the run has deleted the checkpoint."""
     attempt = json.loads((checkpoint / COMPLETE).read_bytes()).get("attempt")
     return attempt if isinstance(attempt, int) else None
 
@@ -248,14 +248,14 @@ def _complete_checkpoint(layout: RunLayout, step: int | None) -> Path:
 
 # ------------------------------------------------------------------------------------------------------------- settings
 #
-# From a target, a dataset and the user's words to the settings of an evaluation.
+# The settings of an evaluation, made from a target, a dataset and the user's words.
 #
 # Input: Target, path of a dataset, overrides.  Output: Config, of which an evaluation uses [model], [data],
-# [generation] and [rewards].  A model from a run is evaluated as it was trained, unless the words say otherwise; but
-# for the seed, so that of a dataset all models get the same prompts.
+# [generation] and [rewards].  A run's model is evaluated with the settings of its training, unless the words differ,
+# but not with its seed, so that all models get the same prompts of a dataset.
 
 
-# Sections that the words may change.
+# Sections that overrides may change.
 OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "math", "text", "composite", "judge", "environment")
 OPEN_KEYS = ("model.dtype", "model.chat_template_kwargs", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
@@ -265,7 +265,7 @@ _NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "lev
 def document_without_run(
     name: str, data: dict[str, Any], generation: dict[str, Any], model: Path | str = "."
 ) -> dict[str, Any]:
-    """A run file for a command that trains nothing: what it has to hold, and what has no effect there."""
+    """Run file for a command that trains nothing, with required tables that have no effect filled in."""
     return {
         "run": {"name": name, "num_steps": 1},
         "model": {"path": str(model)},
@@ -277,14 +277,14 @@ def document_without_run(
 
 
 def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_gpus: bool = True) -> Config:
-    """Settings of an evaluation; where engines do not hold a run's adapters, those of weights merged with them.
+    """Make the settings of an evaluation; if engines cannot hold a run's adapters, for merged weights.
 
-    has_gpus: where its engines run.
-    Raises ConfigError: a key that an evaluation does not have, and what config_file.load_config raises; OSError.
+    has_gpus: whether its engines run on GPUs.
+    Raises ConfigError: a key that an evaluation does not have, and as load_config; OSError.
     """
     _refuse_other_words(words)
-    # Seeds: what a killed evaluation had begun is drawn again alike.  An engine has its GPUs to itself, and takes what
-    # is free; on CPU it takes what it is told.
+    # Seeded samples: those that a killed evaluation had begun are drawn again alike.  An engine has its GPUs to itself
+    # and takes their free memory; on CPU it takes the memory that the settings give.
     data_here = {"path": str(data), "split": "", "shuffle": True, **_NO_SOURCE}
     generation: dict[str, Any] = {"seeded_samples": True} | ({"kv_cache_bytes": None} if has_gpus else {})
     document = document_without_run("evaluation", data_here, generation, target.model)
@@ -335,7 +335,7 @@ def _refuse_other_words(words: Sequence[str]) -> None:
 
 
 def _why_merged(config: Config, *, has_gpus: bool) -> str:
-    """Return why an engine does not hold the adapters of these settings; "": it does.  Raises OSError."""
+    """Reason why an engine cannot hold the adapters of these settings; "" if it can.  Raises OSError."""
     if config.generation.engine != "vllm":
         return f"generation.engine={config.generation.engine!r}: holds no adapters; legal: 'vllm'"
     try:
@@ -360,7 +360,7 @@ def _limits_of_task(rewards: dict[str, Any], task: str, parts: Sequence[str]) ->
 
 
 def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
-    """Tables of the run's file that are about the task alone; others would have no effect."""
+    """Tables of the run's file with effect on this task."""
     found: dict[str, Any] = {}
     for part, key in (
         ("instruction_following", "instructions"),
@@ -377,7 +377,7 @@ def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
 
 
 def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
-    """The dataset of a run whose template, reward and limits are meant.  Raises ConfigError if that is not clear."""
+    """The run's dataset whose template, reward and limits apply.  Raises ConfigError if several may."""
     if len(run.data) == 1:
         return run.data[0]
     named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "data.name"]
@@ -393,29 +393,29 @@ def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
 # -------------------------------------------------------------------------------------------------------------- request
 
 
-# Options that a table has as keys.
+# Options that are keys of a table [[evaluation]].
 _OF_TABLES = ("ema", "out", "samples", "prompts", "temperature", "every", "keep_best", "stop_after")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One dataset, and how it is sampled."""
+    """An evaluation on one dataset, with its sampling."""
 
     name: str  # in directories and curves
     data: Path
-    words: tuple[str, ...] = ()  # settings other than those that come with the model: key=value
-    samples: int = 1  # of each prompt
-    prompts: int | None = None  # None: all
+    words: tuple[str, ...] = ()  # overrides of the model's settings: key=value
+    samples: int = 1  # per prompt
+    prompts: int | None = None  # number of prompts; None: all
     temperature: float = 1.0
-    out: Path | None = None  # where samples go; None: beside the model's other evaluations
-    every: int = 1  # least number of steps between two evaluations of a run that is followed
-    best: str | None = None  # figure whose best model is kept
-    stop_after: int | None = None  # evaluations in a row without a better one: the run is stopped
-    is_average: bool = False  # of the moving average of a run's weights
+    out: Path | None = None  # directory of the samples; None: beside the model's other evaluations
+    every: int = 1  # least number of steps between two evaluations of a followed run
+    best: str | None = None  # figure by which the best model is kept
+    stop_after: int | None = None  # consecutive evaluations without improvement after which the run is stopped
+    is_average: bool = False  # evaluate the moving average of a run's weights
 
 
 def requests_of(options: argparse.Namespace, target: Target) -> list[Request]:
-    """The dataset of the command, or those of the run's file.  Raises ConfigError: none, or both say something."""
+    """Requests for the dataset of the command, or those of the run's file.  Raises ConfigError: none, or both."""
     if options.data is not None:
         return [_of_command(options)]
     settings = target.settings
@@ -438,7 +438,7 @@ def _why_needed(options: argparse.Namespace, settings: Config | None) -> str:
 
 
 def of_run_file(config: Config) -> list[Request]:
-    """A request for each table [[evaluation]]."""
+    """Make a request for each table [[evaluation]]."""
     found = []
     for table in config.evaluation:
         words = {
