@@ -1,5 +1,4 @@
-"""Which GPU each process of a run on one machine gets: trainer ranks first, one GPU each, then the engines, then
-[[evaluation]].
+"""Assign GPUs to the processes of a run on one machine: trainer ranks first, then engines, then [[evaluation]].
 
 Input: a Config and the usable GPUs.  Output: CUDA_VISIBLE_DEVICES of every process, or a ConfigError that says how many
 GPUs are needed, how many there are, and which settings would fit.  Pure.  On Slurm jobs request GPUs per task, and this
@@ -62,7 +61,7 @@ def trainer_shape(config: Config, section: GpuConfig) -> Shape:
 
 
 def refuse_offload_on_cpu(config: Config, gpus: str) -> None:
-    """Refuse what Megatron refuses on a CPU.  gpus: which ones there are, for people."""
+    """Raise ConfigError for offloading that Megatron refuses on a CPU.  gpus: available GPUs, for the message."""
     trainer = config.trainer
     if trainer.optimizer_offload and trainer.backend == "megatron":
         raise ConfigError(
@@ -99,7 +98,7 @@ def rewards_shape(config: Config, section: RewardsSection) -> Shape:
 
 
 def _nodes(key: str, tasks: int, most: int | None, given: int | None, section: str) -> int:
-    """Nodes for this number of tasks, at most `most` on one (None: no bound)."""
+    """Number of nodes for this number of tasks, at most `most` on one (None: no bound)."""
     if given is not None:
         if tasks % given:
             legal = ", ".join(
@@ -138,23 +137,23 @@ class VisibleGpus:
     memory_gib: Mapping[str, float] = field(default_factory=dict)  # word → GiB, for GPUs whose memory is known
 
     def describe(self) -> str:
-        """Describe for messages how many GPUs there are, and what limits them."""
+        """Describe for messages the number of GPUs, and its limit if there is one."""
         variable = f"{VARIABLE} is not set" if self.shown is None else f"{VARIABLE}={self.shown!r}"
         return f"{len(self.words)} visible ({variable})"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMap:
-    """The GPUs of each process.  Empty: there is no GPU, and no process gets CUDA_VISIBLE_DEVICES."""
+    """GPUs of each process.  Empty: there is no GPU, and CUDA_VISIBLE_DEVICES is not set."""
 
-    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # process → words, of those that use GPUs
-    spare: tuple[str, ...] = ()  # what is left over
-    transport: str = ""  # how weights travel; "": not decided here
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # process → names of its GPUs
+    spare: tuple[str, ...] = ()  # unassigned GPUs
+    transport: str = ""  # of weights; "": not decided here
 
     def variable(self, name: str) -> str | None:
-        """CUDA_VISIBLE_DEVICES of a process, None: as the caller's.
+        """CUDA_VISIBLE_DEVICES of a process; None: unchanged.
 
-        A reward service gets what is left over, since a reward may be a model; the controller gets none.
+        A reward service gets the spare GPUs, since a reward may be a model; the controller gets none.
         """
         if not self.devices:
             return None
@@ -193,7 +192,7 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
 
 
 def _of_evaluation(config: Config, left: tuple[str, ...], gpus: VisibleGpus) -> dict[str, tuple[str, ...]]:
-    """Its engines have separate GPUs, so that training is not slowed down."""
+    """Assign separate GPUs to the engines of [[evaluation]], so that training is not slowed down."""
     each = config.generation.tensor_parallel if config.generation.engine == "vllm" else 0
     wanted = max((table.num_replicas for table in config.evaluation), default=0) * each
     if wanted > len(left):
@@ -229,7 +228,7 @@ def _refuse_gpu_settings_without_gpu(config: Config, gpus: VisibleGpus) -> None:
 
 
 def _refuse_parts(trainer: Mapping[str, tuple[str, ...]], engines: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse MIG slices that cannot do what is asked of them."""
+    """Raise ConfigError for MIG slices that cannot be used as assigned."""
     parts = [word for words in trainer.values() for word in words if word.startswith(MIG)]
     if parts and len(trainer) > 1:
         raise ConfigError(
@@ -237,8 +236,8 @@ def _refuse_parts(trainer: Mapping[str, tuple[str, ...]], engines: Mapping[str, 
             "legal: 1, or whole GPUs"
         )
     for name, words in engines.items():
-        # It asks NVML for the index of what CUDA_VISIBLE_DEVICES names, which for a part counts parts, then for the GPU
-        # of this index, of which there may be none (vllm/platforms/cuda.py of 0.32; older versions want a number).
+        # vLLM asks NVML for the index of the device in CUDA_VISIBLE_DEVICES, which for a MIG slice counts slices, then
+        # for the GPU of this index, which may not exist (vllm/platforms/cuda.py of 0.32; older versions want a number).
         if parts := [word for word in words if word.startswith(MIG)]:
             raise ConfigError(
                 f"{name} on a MIG slice, {parts[0]}: vLLM looks for a whole GPU with the slice's number; legal: "
@@ -247,7 +246,7 @@ def _refuse_parts(trainer: Mapping[str, tuple[str, ...]], engines: Mapping[str, 
 
 
 def _can_share(config: Config, num_gpus: int) -> bool:
-    """The only case that works with too few GPUs: one trainer rank and one engine share one."""
+    """Whether one trainer rank and one engine can share a GPU: the only case that works with too few GPUs."""
     ranks, engines = _wanted(config)
     return num_gpus == ranks == sum(engines) == 1
 
@@ -274,7 +273,7 @@ def _shortage(config: Config, gpus: VisibleGpus) -> str:
 
 
 def _what_fits(config: Config, num_gpus: int) -> str:
-    """The smallest change that fits."""
+    """Describe the smallest change of settings that fits the GPUs."""
     for change in _changes(config, num_gpus):
         changed = with_values(config, change)
         ranks, engines = _wanted(changed)
@@ -290,7 +289,7 @@ def _what_fits(config: Config, num_gpus: int) -> str:
 
 
 def _changes(config: Config, num_gpus: int) -> Iterator[dict[str, object]]:
-    """Fewer engines, fewer ranks, both; the trainer on CPU where only the engine fits."""
+    """Yield changes: fewer engines, fewer ranks, both; the trainer on CPU if only the engine fits."""
     replicas, ranks = config.generation.num_replicas, config.trainer.num_ranks
     for fewer in range(replicas - 1, 0, -1):
         yield {"generation.num_replicas": fewer}

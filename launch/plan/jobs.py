@@ -1,4 +1,4 @@
-"""Which Slurm jobs a run consists of, and what each requests.  Pure.
+"""Plan the Slurm jobs of a run, with their resources.  Pure.
 
 Input: Config, Site, RunLayout.  Output: JobPlan.  Component 0 is the controller, which runs in the batch step without
 srun; then trainer, generators, reward services.  A task is one process: a trainer rank, an engine replica, a service.
@@ -35,7 +35,7 @@ CPUS_PER_GPU = 4  # a trainer rank has its writer of checkpoints, an engine its 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The place and the time limit of a component; None: the site's default."""
+    """Partition, account, time limit and the like of a component; None: the cluster's default."""
 
     time_s: int
     partition: str | None = None
@@ -43,19 +43,19 @@ class Allocation:
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
-    gres: str | None = None  # beside the plan's GPUs
+    gres: str | None = None  # in addition to the plan's GPUs
     exclusive: bool = False
     extra: tuple[str, ...] = ()
     common: frozenset[str] = frozenset()  # keys that were taken from [common]
 
     def key(self, section: str, name: str) -> str:
-        """The key of the site file that a component of this section has from [common], or may have as its own."""
+        """Name of a key in the site file for messages: common.KEY if it is from [common], else SECTION.KEY."""
         return f"{'common' if name in self.common else section}.{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class JobComponent:
-    """A part of a job with separate nodes.  If the job is an array, sizes are those of one array task."""
+    """A part of a job with its own nodes.  If the job is an array, sizes are those of one array task."""
 
     name: str  # a section of the site file
     roles: tuple[Share, ...]
@@ -67,10 +67,10 @@ class JobComponent:
     allocation: Allocation
     gpu_request: GpuRequest = "gres"
     gres_type: str | None = None
-    gpus_there: int | None = None  # on a node, as the site file says
-    runs_in_batch_step: bool = False  # no srun: the supervisor starts its processes itself
-    hides_gpus: bool = False  # its processes are on CPU, also where the node has GPUs
-    num_threads: int = 1  # of a library in each process
+    gpus_there: int | None = None  # per node, by the site file
+    runs_in_batch_step: bool = False  # without srun: the supervisor starts its processes itself
+    hides_gpus: bool = False  # its processes run on CPU, also if the node has GPUs
+    num_threads: int = 1  # per process, for libraries
 
     @property
     def num_tasks(self) -> int:
@@ -79,7 +79,7 @@ class JobComponent:
 
     @property
     def gpus_per_node(self) -> int:
-        """Asked for, not there."""
+        """GPUs requested on each node."""
         return self.tasks_per_node * self.gpus_per_task
 
 
@@ -94,7 +94,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """All jobs of a run, or those that are added to it."""
+    """All jobs of a run, or jobs that are added to it."""
 
     run_name: str
     layout: RunLayout
@@ -104,7 +104,7 @@ class JobPlan:
     jobs: tuple[Job, ...]
     dead_after_s: float  # transport.dead_after_s
     log_bytes: int  # run.log_bytes
-    is_elastic: bool = False  # added to a run whose plan is another
+    is_elastic: bool = False  # the jobs are added to a run that has its own plan
 
     @property
     def components(self) -> tuple[JobComponent, ...]:
@@ -113,7 +113,7 @@ class JobPlan:
 
     @property
     def plan_file(self) -> Path:
-        """This plan as JSON, for the supervisor."""
+        """Path of this plan as JSON, for the supervisor."""
         return self.layout.scripts / f"{self.jobs[0].name}.json" if self.is_elastic else self.layout.job_plan
 
     @property
@@ -125,9 +125,9 @@ class JobPlan:
 def plan_jobs(config: Config, site: Site, layout: RunLayout) -> JobPlan:
     """Lay out the jobs of a run.
 
-    Raises ConfigError naming key, value and what is legal: sizes that do not divide, a time limit that is missing,
-    components of one job that end at different times, a run directory outside cluster.shared_directory or with
-    characters that Slurm replaces, sockets or weights that reach one machine only.
+    Raises ConfigError naming key, value and what is legal: sizes that do not divide, a missing time limit, components
+    of one job with different time limits, a run directory outside cluster.shared_directory or with characters that
+    Slurm replaces, sockets or weight transports that reach one machine only.
     """
     cluster = _cluster_of(site)
     _refuse_one_machine(config)
@@ -149,7 +149,7 @@ class Elastic:
     name: str  # of the job
     num_generators: int
     first_replica: int
-    placement: Placement  # of the run that they join
+    placement: Placement  # of the run
     partition: str | None = None  # instead of the site file's
     time_s: int | None = None  # instead of the site file's
 
@@ -157,7 +157,7 @@ class Elastic:
 def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic) -> JobPlan:
     """Lay out generators that join a run, each of the size of the planned ones.
 
-    Raises ConfigError: as plan_jobs does of its generators.
+    Raises ConfigError as plan_jobs does for generators.
     """
     cluster = _cluster_of(site)
     _refuse_one_machine(config)
@@ -184,7 +184,7 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
 
 def _components(config: Config, site: Site) -> tuple[JobComponent, ...]:
     trained = (_controller(config, site), _trainer(config, trainer_shape(config, site.trainer), site))
-    if config.is_supervised:  # nobody samples, and no node is held for it
+    if config.is_supervised:  # nothing is sampled, so no generators
         return trained
     generator = generation_shape(config, site.generation)
     components = (
@@ -195,7 +195,7 @@ def _components(config: Config, site: Site) -> tuple[JobComponent, ...]:
 
 
 def _controller(config: Config, site: Site) -> JobComponent:
-    """One task: the batch step, which also runs the reward services if they have no separate nodes."""
+    """Plan one task: the batch step, which also runs the reward services if they have no nodes of their own."""
     beside = config.rewards.num_replicas if site.rewards is None and not config.is_supervised else 0
     derived = CONTROLLER_CPUS + beside * _reward_cpus(config)
     return JobComponent(
@@ -259,7 +259,7 @@ def _reward_cpus(config: Config) -> int:
 
 
 def _allocation(name: str, section: CommonConfig, common: CommonConfig) -> Allocation:
-    """A key that the section does not have is taken from [common]."""
+    """Merge a section with [common], which gives the keys that the section lacks."""
     keys = CommonConfig.model_fields.keys()
     values = {key: getattr(section if key in section.model_fields_set else common, key) for key in keys}
     time_s = values.pop("time")
@@ -273,7 +273,7 @@ def _allocation(name: str, section: CommonConfig, common: CommonConfig) -> Alloc
 
 
 def _single_job(component: JobComponent, site: Site) -> Job:
-    """One job of one component.  Generators are an array: one replica per task, or one node if nodes are exclusive."""
+    """Make a job of one component.  Generators are an array: a replica per task, or a node if nodes are exclusive."""
     if component.name != "generation":
         return Job(component.name, (component,))
     is_whole = component.allocation.exclusive or site.generation.nodes is not None
@@ -292,7 +292,7 @@ def _cluster_of(site: Site) -> ClusterConfig:
 
 
 def _refuse_one_machine(config: Config) -> None:
-    """Components may run on different nodes, and on one node each sees only its own GPUs: refuse IPC."""
+    """Refuse IPC: components may run on different nodes, and on one node each sees only its own GPUs."""
     if config.transport.kind == "ipc":
         raise ConfigError("transport.kind='ipc' reaches one machine only, and a job has several; legal: 'auto', 'tcp'")
     if config.weights.transport == "ipc":
@@ -318,7 +318,7 @@ def _refuse_directory(layout: RunLayout, cluster: ClusterConfig) -> None:
 
 
 def _refuse_different_times(components: tuple[JobComponent, ...]) -> None:
-    """A component that reaches its time limit ends alone, and the others would wait for it forever."""
+    """Refuse different time limits: a component would end alone, and the others would wait for it forever."""
     first, *others = ((part.allocation.key(part.name, "time"), part.allocation.time_s) for part in components)
     for key, time_s in others:
         if time_s != first[1]:

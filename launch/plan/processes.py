@@ -1,6 +1,6 @@
-"""Which processes a run consists of, and the environment of each.  Pure.
+"""The processes of a run, and the environment of each.  Pure.
 
-Input: Config.  Output: shares of roles; lines for people.  local.py and jobs.py decide where they are started.
+Input: Config.  Output: shares of roles; lines for people.  `local` below and jobs.py decide where they are started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhpc.models.shape import ParallelLayout
 # ------------------------------------------------------------------------------------------------------------ processes
 
 
-# Nothing on a compute node may try to reach the internet.
+# No process on a compute node may try to reach the internet.
 ROLE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -31,20 +31,20 @@ ROLE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HDF5_USE_FILE_LOCKING": "FALSE",  # one writer per file is our own rule; Lustre and NFS often lack locks
     "PYTHONUNBUFFERED": "1",
-    "PYTHONOPTIMIZE": "",  # without docstrings (2) transformers cannot be imported, without assertions faults go on
+    "PYTHONOPTIMIZE": "",  # 2 removes docstrings, without which transformers cannot be imported; 1 removes assertions
 }
 
-# A library that sees a GPU uses it, whatever its settings.
+# Hides GPUs: a library that sees a GPU uses it, whatever its settings.
 NO_GPU = {VARIABLE: ""}
 
 
 def thread_defaults(num_threads: int = 1) -> dict[str, str]:
-    """Thread limits of a process: a library that starts one thread per core slows down everything on a shared node."""
+    """Thread limits of a process: one thread per core in each process would slow down everything on a shared node."""
     return {"OMP_NUM_THREADS": str(num_threads)}
 
 
 def trainer_threads(config: Config, num_cores: int) -> int:
-    """Threads of a rank with a GPU and num_cores cores: one, unless the GPU waits for work on weights in host memory.
+    """Threads of a rank with a GPU and num_cores cores: one, unless optimiser or average are in host memory.
 
     Deterministic runs ignore the number of cores: sums depend on the number of threads that add them up.
     """
@@ -55,7 +55,7 @@ def trainer_threads(config: Config, num_cores: int) -> int:
 
 
 def shares_of(config: Config) -> tuple[Share, ...]:
-    """Controller, reward services, trainer ranks, generators, in the order in which they are started; none without."""
+    """Shares of controller, reward services, trainer ranks and generators, in the order in which they are started."""
     samples = not config.is_supervised
     shares = (
         Share("controller", 1),
@@ -72,7 +72,7 @@ def process_names(config: Config) -> list[str]:
 
 
 def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
-    """Describe in a few lines what will run, and its limits."""
+    """Describe in a few lines the processes and limits of a run."""
     counts = [f"{share.num_processes} {share.role}" for share in shares_of(config)]
     stage = "supervised fine-tuning, " * config.is_supervised
     lines = [
@@ -141,7 +141,7 @@ def _describe_adapters(config: Config) -> list[str]:
 
 
 def _describe_algorithm(config: Config) -> str:
-    """Names by which a step is computed: advantage, loss, divergence from a reference; and who is interacted with."""
+    """Names of advantage, loss, divergence from a reference, and of environments."""
     algorithm = config.algorithm
     divergence = "no KL term"
     if algorithm.kl_coefficient:
@@ -152,7 +152,7 @@ def _describe_algorithm(config: Config) -> str:
 
 
 def _steps(number: int) -> str:
-    """Behind "every"."""
+    """Words after "every": "step", "10 steps"."""
     return "step" if number == 1 else f"{number} steps"
 
 
@@ -221,22 +221,22 @@ def _describe_layout(trainer: TrainerConfig) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- local
 #
-# What `rlhpc run` starts on this machine, as the JSON that its supervisor reads (launch/run_files/plan_file.py).
+# The processes that `rlhpc run` starts on this machine, as JSON for its supervisor (launch/run_files/plan_file.py).
 #
-# Input: Config, the map of GPUs.  Output: text.  The same components as a Slurm job has, each process beside the
-# supervisor.
+# Input: Config, the map of GPUs.  Output: text.  The components are those of a Slurm job; all processes run on the
+# supervisor's machine.
 
-STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than an hour for one, and a user is watching
+STALL_S = 6 * 3600.0  # without a step: a large model on one GPU may need hours for one, and a user is watching
 
 
 def local_plan_document(
     config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int, num_cores: int, *, again: Sequence[str] = ()
 ) -> str:
-    """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between; num_cores: of the machine.
+    """The plan as JSON text.  max_retries: attempts without a new checkpoint in between; num_cores: the machine's.
 
-    again: words of the command that continues the run; it is kept with the directory in which they were typed.
-    What the machine has, and how much of it the run leaves, is kept for whoever reads figures of the run later.  Ranks
-    get their share of the cores where they can use it.
+    again: words of the command that continues the run; stored with the directory in which they were typed.
+    The machine's resources, and those that the run leaves free, are stored for later readers of the run's figures.
+    Ranks get their share of the cores if they can use it.
     """
     meet_s = ClusterConfig.model_fields["meet_s"].default
     limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, config.run.log_bytes, is_attended=True)
@@ -250,7 +250,7 @@ def local_plan_document(
         ),
         *([_component("generation", [shares["generator"]], gpus)] if "generator" in shares else []),
     ]
-    if config.evaluation:  # as the command has it: with all threads that its libraries like
+    if config.evaluation:  # as for the command `rlhpc evaluate`: without thread limits
         components += [_component("evaluation", [Share(EVALUATOR, 1)], gpus) | {"defaults": {}}]
     job = {"name": LOCAL, "array_size": None, "components": components}
     machine = {"num_cores": num_cores, "num_gpus_left": len(gpus.spare), "uses_gpus": bool(gpus.devices)}

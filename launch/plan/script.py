@@ -24,7 +24,7 @@ from rlhpc.config.rules import Config
 
 # --------------------------------------------------------------------------------------------------------------- script
 
-SHORTEST_WARNED_S = 300  # time limit of jobs that are warned of it
+SHORTEST_WARNED_S = 300  # shortest time limit of a job that gets a warning before it
 _OPENING = """\
 trap '' USR2  # until the supervisor listens
 # What Slurm sets for component 0 would hold for the srun of every other one; the supervisor says all sizes itself.
@@ -54,7 +54,7 @@ def render_scripts(plan: JobPlan) -> dict[str, str]:
 
 
 def render_script(plan: JobPlan, job: Job) -> str:
-    """One script, ready for sbatch.  The directory of its log must exist before: Slurm makes none."""
+    """Text of one script, ready for sbatch.  The directory of its log must exist: Slurm does not make it."""
     lines = ["#!/bin/bash", f"# {plan.run_name} on {plan.cluster.name}: {_content(job)}.  Written by rlhpc."]
     lines += [f"#SBATCH {directive}" for directive in _job_directives(plan, job)]
     for index, component in enumerate(job.components):
@@ -64,13 +64,13 @@ def render_script(plan: JobPlan, job: Job) -> str:
 
 
 def render_command(plan: JobPlan, directives: Iterable[str], words: Sequence[str]) -> str:
-    """A script that does one command after the site's prologue, without a supervisor."""
+    """Text of a script that runs one command after the site's prologue, without a supervisor."""
     lines = ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives)]
     return "\n".join([*lines, "", _OPENING, *_prologue(plan.prologue), f"exec {shlex.join(words)}", ""])
 
 
 def component_directives(component: JobComponent) -> Iterator[str]:
-    """What one component asks for, one directive each, in a fixed order."""
+    """Yield the resource directives of one component, in a fixed order."""
     allocation = component.allocation
     named = {"partition": allocation.partition, "account": allocation.account, "qos": allocation.qos}
     named |= {"constraint": allocation.constraint, "reservation": allocation.reservation}
@@ -90,7 +90,7 @@ def component_directives(component: JobComponent) -> Iterator[str]:
 
 
 def _generic_resources(component: JobComponent) -> Iterator[str]:
-    """GPUs in the form of the site, and what the site file asks for beside them; sbatch heeds the last --gres alone."""
+    """Yield directives for GPUs in the site's form and its other gres: sbatch uses only the last --gres."""
     request, more = _gpu_request(component) if component.gpus_per_task else "", component.allocation.gres
     if more is None:
         yield from filter(None, [request])
@@ -112,24 +112,24 @@ def _gpu_request(component: JobComponent) -> str:
 
 
 def _job_directives(plan: JobPlan, job: Job) -> Iterator[str]:
-    """What holds for the whole job; in a heterogeneous one component 0 says it."""
+    """Yield directives of the whole job; in a heterogeneous job they belong to component 0."""
     first, number = job.components[0], "%j" if job.array_size is None else "%A_%a"
     yield f"--job-name={plan.run_name}" + ("" if job.name == "hetjob" else f".{job.name}")
     yield f"--output={plan.log_directory / f'{job.name}-{number}.log'}"
-    yield "--open-mode=append"  # a requeued job goes on in the log that it began
+    yield "--open-mode=append"  # a requeued job continues its log
     yield "--requeue" if plan.cluster.continuation == "requeue" else "--no-requeue"
     yield from warning(plan.cluster, first)
     if job.array_size is not None:
         yield f"--array=0-{job.array_size - 1}"
-    if plan.cluster.mail is not None and first.name == "controller":  # its end is the end of the run
+    if plan.cluster.mail is not None and first.name == "controller":  # the run ends with the controller's job
         yield f"--mail-user={plan.cluster.mail}"
         yield f"--mail-type={','.join(plan.cluster.mail_events)}"
 
 
 def warning(cluster: ClusterConfig, component: JobComponent) -> Iterator[str]:
-    """The signal before the time limit, as a directive; none in a short job, which reckons its end itself."""
-    # To the batch step alone (B:), and USR2: NCCL may catch USR1.  Slurm may send it a minute early, and one that comes
-    # before the script runs ends the job.
+    """Yield the directive for a signal before the time limit; none in a short job, which computes its own end."""
+    # B: to the batch step alone.  USR2: NCCL may catch USR1.  Slurm may send it a minute early, and a signal before the
+    # script runs ends the job: so none in short jobs.
     if (time_s := component.allocation.time_s) >= SHORTEST_WARNED_S:
         yield f"--signal=B:USR2@{min(cluster.warn_s, time_s // 4)}"
 
@@ -143,7 +143,7 @@ def _content(job: Job) -> str:
 
 
 def _prologue(prologue: PrologueConfig) -> Iterator[str]:
-    """Blocks of lines, each ended by a newline of its own."""
+    """Yield blocks of lines, each ending with a newline."""
     if prologue.modules or prologue.module_purge:
         lines = ["module purge"] if prologue.module_purge else []
         lines += [f"module load {shlex.quote(name)}" for name in prologue.modules]
@@ -172,7 +172,7 @@ def _exports(prologue: PrologueConfig) -> Iterator[str]:
 
 
 def _in_double_quotes(value: str) -> str:
-    """Quote for bash so that $NAME is expanded and nothing else is."""
+    """Quote for bash so that only $NAME is expanded."""
     quoted = re.sub(r'(["`\\]|\$(?![A-Za-z_{]))', r"\\\1", value)
     return f'"{quoted}"'
 
@@ -194,23 +194,23 @@ def _start(plan: JobPlan, job: Job) -> str:
 # A job plan as text for people and as JSON for the supervisor.
 #
 # Input: JobPlan.  Output: text.  The JSON is an interface: the supervisor reads it with the standard library alone, on
-# a node that may have nothing else.  launch/run_files/plan_file.py explains them; new ones are added at the end.
+# a node that may have nothing else.  launch/run_files/plan_file.py explains its fields; new ones are added at the end.
 
 
 def plan_report(config: Config, site: Site) -> str:
-    """What `rlhpc plan` prints: the plan, and every script under its name.  Raises ConfigError as plan_jobs does."""
+    """Text of `rlhpc plan`: the plan, and every script under its name.  Raises ConfigError as plan_jobs."""
     return describe_with_scripts(plan_jobs(config, site, shared_layout(config, site)))
 
 
 def describe_with_scripts(plan: JobPlan) -> str:
-    """The plan in words, and every script under its name."""
+    """Text of the plan, and every script under its name."""
     scripts = [f"\n----- {name}\n{text.rstrip()}" for name, text in render_scripts(plan).items()]
     return "\n".join([describe_jobs(plan), *scripts])
 
 
 def shared_layout(config: Config, site: Site) -> RunLayout:
-    """The run directory by the name that compute nodes know, where a symbolic link here gives it another."""
-    directory = without_dots(config.run_directory)  # or "shared/../elsewhere" would count as shared
+    """The run directory by its path on compute nodes, if a symbolic link on this machine leads to it."""
+    directory = without_dots(config.run_directory)  # else "shared/../elsewhere" would count as shared
     if site.cluster is None or directory.is_relative_to(site.cluster.shared_directory):
         return RunLayout(directory)
     real, shared = directory.resolve(), site.cluster.shared_directory
@@ -219,7 +219,7 @@ def shared_layout(config: Config, site: Site) -> RunLayout:
 
 
 def describe_jobs(plan: JobPlan) -> str:
-    """Describe in a few lines what will be requested."""
+    """Describe the requested resources in a few lines."""
     nodes = sum(c.nodes * (job.array_size or 1) for job in plan.jobs for c in job.components)
     gpus = sum(c.num_tasks * c.gpus_per_task * (job.array_size or 1) for job in plan.jobs for c in job.components)
     is_heterogeneous = any(len(job.components) > 1 for job in plan.jobs)
@@ -265,7 +265,7 @@ def plan_document(plan: JobPlan) -> str:
 
 
 def component_documents(plan: JobPlan, job: Job) -> list[dict[str, Any]]:
-    """The part of the JSON that is about one job's components."""
+    """JSON objects of one job's components."""
     return [
         {
             "name": component.name,
@@ -286,11 +286,11 @@ def component_documents(plan: JobPlan, job: Job) -> list[dict[str, Any]]:
 
 
 def srun_sizes(component: JobComponent) -> list[str]:
-    """Sizes given to every srun of the component, whatever Slurm has put into the environment; none in a batch step.
+    """Options with sizes for every srun of the component, overriding Slurm's environment; none in a batch step.
 
-    No GPUs: a step then has all of the component's on a node, and every task sees them.  --gpus-per-task would bind
-    each task to its own, and NCCL between confined tasks (ConstrainDevices) fails; with --gpu-bind=none beside it,
-    tasks of Slurm 22.05 see no GPU at all.
+    No option for GPUs: a step then has all of the component's GPUs on a node, and every task sees them.
+    --gpus-per-task would bind each task to its own GPU, and NCCL between confined tasks (ConstrainDevices) fails; with
+    --gpu-bind=none in addition, tasks of Slurm 22.05 see no GPU at all.
     """
     if component.runs_in_batch_step:
         return []
@@ -299,7 +299,7 @@ def srun_sizes(component: JobComponent) -> list[str]:
 
 
 def role_command(plan: JobPlan, component: JobComponent) -> list[str]:
-    """The words before `-m rlhpc.roles …`: an interpreter, in an image if the site has one."""
+    """Words before `-m rlhpc.roles …`: an interpreter, in an image if the site has one."""
     prologue = plan.prologue
     if prologue.image is None:
         return [prologue.python]

@@ -181,7 +181,7 @@ MailEvent = Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT_90", "ALL"]
 
 
 def _refuse_without(section: Section, key: str, other: str) -> None:
-    """`other` is not given, without which `key` does nothing."""
+    """Raise ValueError if `key` is given without `other`, without which it has no effect."""
     value = getattr(section, key)
     if value != type(section).model_fields[key].default:
         raise ValueError(f"{key}={value!r}: has no effect without {other}; legal: both, or neither")
@@ -398,7 +398,7 @@ class Site(Section):
     rates: RatesConfig = RatesConfig()
 
 
-# The class of each; of one that may be missing (X | None), X.
+# Section name → its class; X for an optional section, X | None.
 SECTIONS: dict[str, type[Section]] = {
     name: (*get_args(field.annotation), field.annotation)[0] for name, field in Site.model_fields.items()
 }
