@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 #
-# What `rlhpc COMMAND --help` lists: _takes_COMMAND adds the arguments of a command to its parser.
+# Arguments as `rlhpc COMMAND --help` lists them: _takes_COMMAND adds those of a command to its parser.
 
-MOST_ROWS = 40  # of a list
+MOST_ROWS = 40  # shown of a list
 _BEGINNINGS = ("--resume", "--fresh", "--from-start", "--no-replay", "--step")
 _OF_PREDICTIONS = {
     "from_run": "--from", "mean_tokens": "--mean-tokens", "dropped_share": "--dropped-share", "json": "--json"
@@ -33,9 +33,9 @@ _Place = argparse._ActionsContainer  # a parser, or a group of its arguments
 
 
 class _ParserWithHints(argparse.ArgumentParser):
-    """A parser that refuses a word that is none of its choices with what is legal, and the nearest.
+    """Parser that answers a wrong choice with the legal ones, and the most similar.
 
-    Options are not abbreviated: `submit --seed 3` would be three runs, by --seeds.
+    Options must not be abbreviated: `submit --seed 3` would mean --seeds, three runs.
     """
 
     def __init__(self, **how: Any) -> None:
@@ -67,7 +67,7 @@ def _value(to: _Place, name: str, metavar: str, text: str, type: Callable[[str],
 
 
 def _words(to: _Place, name: str, metavar: str, text: str, type: Callable[[str], Any] = str) -> None:
-    """Any number of words.  With a default, or argparse would list them as required."""
+    """Add an argument of any number of words; with a default, without which argparse lists it as required."""
     to.add_argument(name, nargs="*", default=[], metavar=metavar, help=text, type=type)
 
 
@@ -97,7 +97,7 @@ def _takes_overrides(parser: _Place) -> None:
 
 
 def _takes_beginning(parser: _Parser) -> None:
-    """Whether a run goes on, and where, or starts over."""
+    """Add options to resume a run, from which step, or to start over."""
     again = parser.add_mutually_exclusive_group()
     _flag(again, "--resume", "continue from the newest sound checkpoint")
     _flag(again, "--fresh", "delete the run directory and start over")
@@ -115,7 +115,7 @@ def _takes_resume_point(parser: _Parser) -> None:
 
 
 def _takes_waiting(parser: _Parser) -> None:
-    """Whether to watch the run, and which job to wait for."""
+    """Add options to watch the run, and to start it after another job."""
     _flag(parser, "--wait", "watch the run until it ends; Ctrl-C leaves jobs running")
     _value(parser, "--after", "JOB", "start after this job has succeeded; also afterany:JOB, …")
 
@@ -148,7 +148,7 @@ def _takes_audit(parser: _Parser) -> None:
 
 
 def _takes_plan(parser: _Parser) -> None:
-    """Run file, site file, and what a prediction starts from."""
+    """Add run file, site file, and the inputs of a prediction."""
     _takes_run_file(parser)
     _takes_site_file(parser)
     _takes_overrides(parser)
@@ -221,7 +221,7 @@ def _takes_report(parser: _Parser) -> None:
 
 
 def _takes_rollouts(parser: _Parser) -> None:
-    """A run, and which of its rollouts."""
+    """Add a run, and the selection of its rollouts."""
     _takes_run_directory(parser)
     _value(parser, "--step", "N|A-B", "trained in step N, or in steps A to B")
     _value(parser, "--task", "T", "scored by this reward function")
@@ -238,7 +238,7 @@ def _takes_rollouts(parser: _Parser) -> None:
 
 
 def _takes_metrics(parser: _Parser) -> None:
-    """A run, which of its metrics, and where they go."""
+    """Add a run, the selection of its metrics, and their destination."""
     _takes_run_directory(parser)
     text = "only this metric, or those that match a pattern such as 'reward/*'; may be repeated"
     _value(parser, "--tag", "PATTERN", text, action="append", default=[])
@@ -257,7 +257,7 @@ def _takes_charts(parser: _Parser) -> None:
 
 
 def _takes_doctor(parser: _Parser) -> None:
-    """A site, and how thoroughly to check it."""
+    """Add a site, and the extent of its checks."""
     _takes_site_file(parser)
     text = "the run to check for, with overrides; default: a minimal one"
     _words(parser, "words", "RUN.toml|key=value", text)
@@ -267,7 +267,7 @@ def _takes_doctor(parser: _Parser) -> None:
 
 
 def _takes_data(parser: _Parser) -> None:
-    """What to do with which dataset."""
+    """Add an action, a dataset, and their options."""
     text = "head: show the first records, or their prompts; stats: statistics; convert: write OUT"
     _value(parser, "action", "head|stats|convert", text, choices=("head", "stats", "convert"))
     _value(
@@ -286,7 +286,7 @@ def _takes_data(parser: _Parser) -> None:
 
 
 def _takes_records(parser: _Parser) -> None:
-    """A task, a file of completions, and how to judge them."""
+    """Add a task, a file of completions, and settings of their judgement."""
     _value(parser, "task", "TASK", "as data.task of a run file; also package.module:function")
     text = (
         "completions and references, one JSON object per line (default: standard input); settings of rewards, sandbox"
@@ -311,7 +311,7 @@ def _takes_export(parser: _Parser) -> None:
 
 
 def takes_evaluation(parser: _Parser) -> None:
-    """A model, a dataset, and how much to sample."""
+    """Add a model, a dataset, and the extent of sampling."""
     text = "HF checkpoint, PEFT adapter, run directory, or one checkpoint in it"
     _value(parser, "model", "MODEL|RUN_DIR", text, Path)
     text = "a file or directory, as data.path; default: what [[evaluation]] of the run file says"
@@ -354,7 +354,7 @@ def _takes_evaluations(parser: _Parser) -> None:
 
 
 def _takes_demo(parser: _Parser) -> None:
-    """Another run file, or a private Slurm."""
+    """Add options for another run file, or a private Slurm."""
     _value(parser, "--run-file", "FILE", "another run file; configs/demo_tool.toml: tools", Path)
     _flag(parser, "--slurm", "as one heterogeneous job on a private Slurm on this machine")
     _value(parser, "--time", "T", "time limit of the job of --slurm (default 0:30:00)", default="0:30:00")
@@ -374,7 +374,7 @@ def _takes_shell(parser: _Parser) -> None:
 
 
 def _takes_recipe(parser: _Parser) -> None:
-    """Nothing, or the action copy with a name and a directory."""
+    """Add an optional action `copy` with a name and a directory."""
     actions = parser.add_subparsers(metavar="ACTION", dest="action")
     text = "Copy a recipe into a directory."
     copy = actions.add_parser("copy", help=text, description=text)
@@ -383,7 +383,7 @@ def _takes_recipe(parser: _Parser) -> None:
 
 
 def _takes_cluster_commands(parser: _Parser) -> None:
-    """The actions up, status and down of a private Slurm."""
+    """Add the actions up, status and down of a private Slurm."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     for action, text in (
         ("up", "Start a cluster, or restart its dead daemons; print how to use it."),
@@ -406,7 +406,7 @@ def _takes_cluster_commands(parser: _Parser) -> None:
 
 
 class Version(argparse.Action):
-    """Print the version; reading it takes a while, and nothing else needs it."""
+    """Print the version, which is read only then, since reading it takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Called by argparse."""
@@ -418,11 +418,11 @@ class Version(argparse.Action):
 
 # --------------------------------------------------------------------------------------------------------------- values
 #
-# What commands read of their arguments.
+# Values that several commands read from their arguments.
 
 
 def run_layout(run: Path) -> RunLayout:
-    """The run in a directory.  Raises RunDirectoryError: nothing is there, or the run of this name is below runs/."""
+    """Layout of the run in a directory.  Raises RunDirectoryError if it is missing, or is below runs/."""
     layout = RunLayout(without_dots(run))
     if not layout.is_run:
         refuse_missing(run, "directory")
@@ -430,7 +430,7 @@ def run_layout(run: Path) -> RunLayout:
 
 
 def refuse_missing(run: Path, what: str) -> None:
-    """Raises RunDirectoryError: there is nothing, or the run of this name is below runs/."""
+    """Raise RunDirectoryError if the path does not exist, or the run of this name is below runs/."""
     usual = RunLayout(Path("runs") / run)
     if usual.is_run:
         raise RunDirectoryError(f"{run}: not a run directory (did you mean {usual.root}?)")
@@ -439,8 +439,8 @@ def refuse_missing(run: Path, what: str) -> None:
 
 
 def resume_point(options: argparse.Namespace) -> ResumePoint:
-    """The options' value.  Raises ConfigError if they are given without a resume."""
-    # Imports what reads checkpoints; --help need not wait for it.
+    """Read the options that say where a resume begins.  Raises ConfigError if they are given without a resume."""
+    # Loads the reading of checkpoints, for which --help need not wait.
     from launch.run_directory.prepare import ResumePoint
 
     point = ResumePoint(options.from_start, options.step, options.no_replay, options.lift_quarantine)
@@ -450,13 +450,13 @@ def resume_point(options: argparse.Namespace) -> ResumePoint:
 
 
 def refuse_resume_point(options: argparse.Namespace) -> None:
-    """Raise ConfigError if an option that makes sense for one run alone is given for several."""
+    """Raise ConfigError if an option for a single run is given for several."""
     if option := _spelt(options):
         raise ConfigError(f"{option} applies to one run; use `rlhpc resume RUN_DIR` for each")
 
 
 def _spelt(options: argparse.Namespace) -> str:
-    """The one that was given; "": none."""
+    """First of the given options that say where a resume begins; "" if none is given."""
     given = {
         "--from-start": options.from_start,
         "--step": options.step is not None,
@@ -467,14 +467,14 @@ def _spelt(options: argparse.Namespace) -> str:
 
 
 def refuse_without_predict(options: argparse.Namespace) -> None:
-    """Raises ConfigError: an option that does nothing without --predict."""
+    """Raise ConfigError for an option that has no effect without --predict."""
     for name, option in _OF_PREDICTIONS.items():
         if getattr(options, name) not in (None, False):
             raise ConfigError(f"{option}: legal with --predict only")
 
 
 def refuse_words(parser: argparse.ArgumentParser, command: str, words: Sequence[str]) -> NoReturn:
-    """Exit with the usage of a command, the words that it does not know, and what they may mean."""
+    """Exit with the usage of a command, its unknown words, and their possible meanings."""
     commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     own: argparse.ArgumentParser = commands.choices[command]
     own.error(f"unrecognised arguments: {' '.join(words)}{_meant_by(words, own)}")
@@ -482,7 +482,7 @@ def refuse_words(parser: argparse.ArgumentParser, command: str, words: Sequence[
 
 def _meant_by(words: Sequence[str], own: argparse.ArgumentParser) -> str:
     """Return the keys that were written as options, with their values, or else the options of a similar name."""
-    # Imported here because models of settings load for a while, and --help need not wait for them.
+    # Imported here because settings take a while to load, and --help need not wait for them.
     from launch.plan.site_file import OWN_DIRECTIVES
     from rlhpc.config.file import key_meant
 
@@ -515,9 +515,9 @@ def _meant_by(words: Sequence[str], own: argparse.ArgumentParser) -> str:
 
 
 def continued(typed: Sequence[str]) -> list[str]:
-    """The words of the command that goes on with what this one has begun: all that was typed, overrides included.
+    """Words of the command that continues this one: all that was typed, overrides included.
 
-    typed: words after `rlhpc`.  Only what says where to begin is replaced, by --resume.
+    typed: words after `rlhpc`.  Only options that say where to begin are replaced, by --resume.
     """
     words, skips_next = list[str](), False
     for word in typed:
@@ -542,7 +542,7 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def function_of(name: str) -> str:
-    """The function of a command, "module:name"."""
+    """Function of a command, "module:name"."""
     return next(command.function for command in _COMMANDS if command.name == name)
 
 
@@ -552,7 +552,7 @@ class Command(NamedTuple):
     name: str
     takes: Callable[[argparse.ArgumentParser], None]  # adds its arguments
     text: str
-    function: str  # "module:name" of what is called with them, imported then; it returns the exit status
+    function: str  # "module:name" of the function called with them and imported then; it returns the exit status
 
 
 _COMMANDS = (
@@ -610,7 +610,7 @@ _COMMANDS = (
 )  # fmt: skip
 
 
-# What other programs call our commands.
+# Names of our commands in other programs.
 _ELSEWHERE = {
     "train": "run", "start": "run", "launch": "run", "validate": "check", "lint": "check", "verify": "check",
     "kill": "stop", "cancel": "stop", "tail": "logs", "log": "logs", "ps": "list", "ls": "list", "runs": "list",
@@ -621,7 +621,7 @@ _ELSEWHERE = {
 
 
 def similar_command(word: str) -> str:
-    """The command that a mistyped word, or one of other programs, may mean; "" for a command, an option, or neither."""
+    """Command that may be meant by a mistyped word or another program's; "" for a command, an option or neither."""
     names = [command.name for command in _COMMANDS]
     if word in names or word.startswith("-"):
         return ""
@@ -632,8 +632,8 @@ def similar_command(word: str) -> str:
 #
 # `rlhpc completion SHELL`: a script that completes commands, options and paths.
 #
-# Output: the script, for bash, zsh or fish, made by shtab from the parser of the command line.  It is static: a shell
-# that completes starts no Python, which would take a tenth of a second and more for every press of a key.
+# Output: the script, for bash, zsh or fish, made by shtab from the parser of the command line.  It is static: to
+# complete a word it starts no Python, which would take 0.1 s and more for every press of a key.
 
 _DIRECTORIES = ("RUN_DIR", "DIR", "DIRECTORY", "OUT", "MODEL|RUN_DIR", "RUN_DIR|DIR", "FIRST", "SECOND")  # metavars
 
@@ -645,7 +645,7 @@ def print_completion(options: argparse.Namespace) -> int:
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """shell: "bash", "zsh" or "fish".  Raises ConfigError: shtab is not installed."""
+    """Make the script.  shell: "bash", "zsh" or "fish".  Raises ConfigError: shtab is not installed."""
     shtab = optional_module("shtab", "completion")
     for action in _actions(parser):
         metavar = str(action.metavar or "")
@@ -657,7 +657,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
-    """Actions of a parser and of all below it; those that take nothing are left out.  `complete` is shtab's own."""
+    """Yield actions with values of a parser and its subparsers.  `complete` is shtab's own attribute."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():

@@ -61,7 +61,7 @@ def _check_run_file(options: argparse.Namespace) -> int:
         _check_stage(stage_of(config))
     if config.is_supervised:
         config = stage_of(config)
-    here = VisibleGpus() if options.site else gpus_here(os.environ)  # a site's GPUs are elsewhere
+    here = VisibleGpus() if options.site else gpus_here(os.environ)  # a site's GPUs are on other machines
     gpus = GpuMap() if options.site else map_gpus(config, here)
     if not options.site:
         refuse_foreign_network(has_cuda=config.trainer.device == "cuda", has_vllm=config.generation.engine == "vllm")
@@ -90,7 +90,7 @@ def _check_run_file(options: argparse.Namespace) -> int:
 
 
 def _check_stage(stage: Config) -> None:
-    """Print what the supervised fine-tuning before a run is.  Raises ConfigError, DataError."""
+    """Print the plan of the supervised fine-tuning before a run.  Raises ConfigError, DataError."""
     findings = preflight(stage)
     print(
         "\n".join(
@@ -106,7 +106,7 @@ def _about_demonstrations(config: Config, findings: Findings) -> Iterator[str]:
 
 
 def _about_prompts(config: Config, findings: Findings) -> Iterator[str]:
-    """Lines about datasets, what ends a completion, and warnings."""
+    """Yield lines about datasets and ends of completions, and warnings."""
     total = sum(dataset.weight for dataset in config.data)
     for place, (dataset, found) in enumerate(zip(config.data, findings.datasets, strict=True)):
         share = f"{dataset.title}, {dataset.weight / total:.0%} of the prompts: " if len(config.data) > 1 else ""
@@ -127,7 +127,7 @@ def _about_prompts(config: Config, findings: Findings) -> Iterator[str]:
 
 
 def _refuse_place(directory: Path) -> None:
-    """Raise ConfigError if a run cannot make its directory, or would not take the one that is there."""
+    """Raise ConfigError if a run cannot make its directory, or would refuse the existing one."""
     if long := [part for part in directory.parts if len(os.fsencode(part)) > _LONGEST_NAME]:
         raise ConfigError(
             f"run.directory={str(directory)!r}: {long[0][:20]!r}… is too long for a name, {len(os.fsencode(long[0]))} "
@@ -149,5 +149,5 @@ def _refuse_place(directory: Path) -> None:
 
 
 def _millions_or_more(number: int) -> str:
-    """Three digits, in millions up to a thousand of them: "0.304 M", "7.62 G"."""
+    """Format with three digits, in millions up to a thousand of them: "0.304 M", "7.62 G"."""
     return f"{number / 1e6:.3g} M" if number < 1e9 else f"{number / 1e9:.3g} G"

@@ -31,11 +31,11 @@ from rlhpc.protocol.errors import ConfigError, DataError
 
 # --------------------------------------------------------------------------------------------------------------- source
 #
-# The dataset that `rlhpc data` is about: its records, and how prompts are made of them, where that is known.
+# The dataset of `rlhpc data`: its records, and with a model the prompts made of them.
 #
 # Input: a dataset or a run file, a model, settings.  Output: Sources.
 
-OPEN = ("data", "generation")  # sections that the words may change
+OPEN = ("data", "generation")  # sections that overrides may change
 _WHERE = tuple(f"data.{key}" for key in ("split", "size", "source_seed", "levels", "settings"))
 ANY_LENGTH = 1 << 40  # tokens
 
@@ -48,10 +48,10 @@ class Source:
     records: Sequence[Record]
     tokenizer: PromptTokenizer | None
     form: PromptForm | None  # with a model
-    max_prompt_tokens: int  # ANY_LENGTH: nobody said
+    max_prompt_tokens: int  # ANY_LENGTH: no limit was given
 
     def prompts(self) -> tuple[list[tuple[str, bool] | None], list[str]]:
-        """The text of every prompt, None for a record that makes none, and why; needs a model."""
+        """Return the text of every prompt, None for a record without, and the reasons; needs a model."""
         assert self.form is not None
         texts: list[tuple[str, bool] | None] = []
         faults = []
@@ -71,7 +71,7 @@ class Source:
 
 
 def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Source]:
-    """The datasets of a run file, or the one at this path.  Raises ConfigError, DataError."""
+    """Open the datasets of a run file, or the dataset at this path.  Raises ConfigError, DataError."""
     for word in words:
         if word.partition(".")[0].strip() not in OPEN:
             raise ConfigError(f"{word!r}: not a setting of `rlhpc data`; legal: {', '.join(f'{s}.…' for s in OPEN)}")
@@ -104,14 +104,14 @@ def _settings(data: Path, words: Sequence[str]) -> Config:
 
 # -------------------------------------------------------------------------------------------------------------- convert
 #
-# `rlhpc data convert`: write records in another form, some of them left out, or parted into train and validation.
+# `rlhpc data convert`: write records in another form, filtered, or split into train and validation.
 #
-# Input: Source, options.  Output: files, and lines that say what was written.  Who is in which part depends on the
-# record alone, so that it stays where it is when records are added or put in another order.
+# Input: Source, options.  Output: files, and lines that say what was written.  A record's part depends on the record
+# alone, so that it stays there when records are added or reordered.
 
 
 def convert(source: Source, out: Path, options: argparse.Namespace) -> list[str]:
-    """Write the records that are wanted; return a line for each file.  Raises ConfigError, DataError, OSError."""
+    """Write the selected records; return a line for each file.  Raises ConfigError, DataError, OSError."""
     parts = _files(out, options.validation)
     kept = _kept(source, options)
     if not kept:
@@ -178,14 +178,14 @@ def _kept(source: Source, options: argparse.Namespace) -> list[Record]:
 
 
 def _draw(record: Record) -> float:
-    """A number from 0 to 1 that the content of a record decides."""
+    """Number from 0 to 1 that depends on the content of a record alone."""
     content = json.dumps(record.fields, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) / 2**64
 
 
 # ------------------------------------------------------------------------------------------------------------- examples
 #
-# `rlhpc data head`: the first records as they are, or as a model sees them.
+# `rlhpc data head`: the first records, as fields or as prompts for a model.
 #
 # Input: Source.  Output: lines.
 
@@ -193,7 +193,7 @@ _LONGEST_VALUE = 100  # characters of a field
 
 
 def first_records(source: Source, number: int) -> list[str]:
-    """Fields, or with a model prompt, tokens, task and reference; and how many records there are."""
+    """Lines with fields, or with a model prompt, tokens, task and reference; and the number of records."""
     shown = source.records[:number]
     blocks = [line for record in shown for line in (_as_prompt(source, record) if source.form else _as_fields(record))]
     rest = len(source.records) - len(shown)
@@ -231,7 +231,7 @@ def _cut(text: str) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- figures
 #
-# `rlhpc data stats`: what a dataset consists of, in a table.
+# `rlhpc data stats`: statistics of a dataset, in a table.
 #
 # Input: Source.  Output: lines.
 
@@ -239,7 +239,7 @@ _FAULTS_SHOWN = 3
 
 
 def figures(source: Source) -> list[str]:
-    """Records, fields, and with a model prompts and references."""
+    """Lines about records, fields, and with a model prompts and references."""
     records = source.records
     whole = [json.dumps(record.fields, sort_keys=True, default=str) for record in records]
     lines = [f"records     {len(records):,}{_repeated(whole, 'the same as an earlier one')}", "", *_fields(source)]
@@ -313,11 +313,11 @@ def _repeated(values: Sequence[Any], what: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- command
 
 _ONLY_CONVERT = ("min_tokens", "max_tokens", "min_characters", "max_characters", "distinct", "validation")
-SHOWN = 3  # records of `head`
+SHOWN = 3  # records that `head` shows by default
 
 
 def look_at_dataset(options: argparse.Namespace) -> int:
-    """Print or write what is asked for.  Raises ConfigError, DataError."""
+    """Carry out the action: print, or write files.  Raises ConfigError, DataError."""
     overrides = [word for word in options.words if "=" in word]
     outputs = [Path(word) for word in options.words if "=" not in word]
     _refuse_options(options, outputs)
@@ -336,7 +336,7 @@ def look_at_dataset(options: argparse.Namespace) -> int:
 
 
 def _refuse_options(options: argparse.Namespace, outputs: list[Path]) -> None:
-    """An option of another action is a misunderstanding."""
+    """Raise ConfigError for an option of another action."""
     if options.action == "convert" and len(outputs) != 1:
         raise ConfigError("convert needs one OUT: a .jsonl or .parquet file, or with --validation a directory")
     if options.action != "convert":

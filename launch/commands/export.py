@@ -38,11 +38,11 @@ def export_run(
     dtype: str | None = None,
     is_adapter: bool = False,
 ) -> str:
-    """Write `out` from the checkpoint of `step`, or the newest sound one; return lines that say so.
+    """Write `out` from the checkpoint of `step`, or the newest sound one; return lines that describe it.
 
-    is_average: the moving average of its weights.  dtype: of what is written; None: that of model.path, of adapters
-    float32.  is_adapter: the adapters alone, as a PEFT directory.
-    One is sound here if all its files are there and those that are exported are what was written.
+    is_average: export the moving average of its weights.  dtype: of the result; None: that of model.path, of adapters
+    float32.  is_adapter: export the adapters alone, as a PEFT directory.
+    A checkpoint is sound here if all its files exist and the exported ones have their checksums.
     Raises CheckpointError if there is none, none is sound, or `out` exists.
     """
     config, _ = read_resolved(layout)
@@ -73,7 +73,7 @@ def export_run(
 
 
 def _complete_ones(layout: RunLayout, skipped: list[str]) -> Iterator[int]:
-    """Steps, newest first, by the sizes of their files; a line for each other one goes to `skipped`."""
+    """Yield steps with files of the right sizes, newest first; append a line on each other step to `skipped`."""
     for state in KnownCheckpoints(layout.checkpoints, read_up_to_bytes=0).newest_first():
         if state.fate is Fate.SOUND:
             yield state.step

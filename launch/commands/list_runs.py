@@ -1,4 +1,4 @@
-"""`rlhpc list`: which runs are shown.  Input: the command line.  Output: a table, or JSON."""
+"""`rlhpc list`: show runs and their states.  Input: the command line.  Output: a table, or JSON."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LONGEST_REMARK, _MOST_JOBS = 160, 4
 
 
 def lines_of(runs: Sequence[Standing], now: float, most: int | None) -> list[str]:
-    """Head, a line a run, and how many there are of each state; no line where there is no run.
+    """Return a head, a line per run, and the number of runs in each state; no lines if there is no run.
 
-    most: the greatest number of lines; those that live come before those that do not, if not all have room.  None: all.
+    most: limit on runs shown, live ones before the others; None: all.
     """
     if not runs:
         return []
@@ -44,7 +44,7 @@ def lines_of(runs: Sequence[Standing], now: float, most: int | None) -> list[str
 
 
 def document_of(run: Standing) -> dict[str, Any]:
-    """The list for programs; times are Unix seconds, what is not known is null."""
+    """A run as JSON for programs; times are Unix seconds, unknown values null."""
     view = run.view
     return {
         "directory": str(view.root),
@@ -88,7 +88,7 @@ def _began(view: RunView) -> float | None:
 
 
 def _jobs(rows: Iterable[JobRow]) -> str:
-    """Jobs that are alive, as "12 running, 13 3 pending 1 running": an id, and its tasks or components by state."""
+    """Live jobs, as "12 running, 13 3 pending 1 running": an id, and its tasks or components by state."""
     by_id: dict[int, Counter[str]] = {}
     for row in rows:
         if row.state.is_alive:

@@ -36,11 +36,11 @@ _ATTEMPT = re.compile(r"attempt_(\d+)\.log")
 
 @dataclass(frozen=True, slots=True)
 class LogFile:
-    """A file, and what is printed before its lines."""
+    """A log file, with the name that is printed before its lines."""
 
     name: str  # trainer-0, slurm/hetjob-12
     path: Path
-    attempt: int  # -1: of a batch step, which may see several
+    attempt: int  # -1: log of a batch step, which may span several attempts
 
 
 def logs(options: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
 
 
 def log_files(layout: RunLayout, role: str | None) -> list[LogFile]:
-    """Every log there is of a role (None: of all), by name and age."""
+    """All logs of a role (None: of all roles), by name and age."""
     found = []
     for directory in layout.logs.glob("*"):
         name = directory.name
@@ -136,7 +136,7 @@ def _nothing(layout: RunLayout, role: str | None) -> str:
 
 
 def _by_number(name: str) -> tuple[str, int]:
-    """generator-10 comes after generator-9."""
+    """Sort key of a name: generator-10 comes after generator-9."""
     kind, _, number = name.rpartition("-")
     return (kind, int(number)) if number.isdigit() else (name, -1)
 
@@ -145,7 +145,7 @@ def _by_number(name: str) -> tuple[str, int]:
 
 
 class _Tail:
-    """One file: how far it has been printed, and the incomplete last line."""
+    """A file being printed: the offset of the next line, and the incomplete last line."""
 
     def __init__(self, file: LogFile) -> None:
         self.file = file
@@ -191,7 +191,7 @@ class _Tail:
 
     def _print(self, lines: list[bytes], width: int) -> None:
         for line in lines:
-            # Of a progress bar, which overwrites its line, only the last state.
+            # A progress bar overwrites its line: print only its last state.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             text = escaped(text, keeps_colours=True)
             end = _NO_COLOUR if "\x1b" in text and not text.endswith(_NO_COLOUR) else ""

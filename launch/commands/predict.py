@@ -30,30 +30,30 @@ from rlhpc.protocol.errors import ConfigError
 
 # ---------------------------------------------------------------------------------------------------------------- rates
 #
-# Rates and lengths that a prediction starts from, each with its source.
+# Rates and lengths for a prediction, each with its source.
 #
-# Input: a previous run's metrics, [rates] of the site file, options, GPU data sheets.  Output: a Figure by each name of
-# Rates.  If several sources know a figure, a measured one comes before a given one, and that before a guess.
+# Input: a previous run's metrics, [rates] of the site file, options, GPU data sheets.  Output: a Figure for each name
+# of Rates.  Measured figures are preferred to given ones, and those to guesses.
 #
 # Guesses: peak rates are the vendors' (NVIDIA data sheets: dense bfloat16, for V100 float16; memory bandwidth of the
-# SXM form where there are two); the shares of them that software reaches are round numbers that nobody measured here.
+# SXM form if there are two); the shares of them that software reaches are round numbers that were not measured here.
 
-GUESS = "a guess"  # how the source of a guessed figure begins
+GUESS = "a guess"  # first words of the source of a guessed figure
 _TFLOPS_AND_GB_S = {
     "a100-40": (312, 1555), "a100-80": (312, 2039), "h100": (989, 3350), "h100-94": (835, 3900), "h200": (989, 4800),
     "b200": (2250, 8000), "gh200": (989, 4000), "l4": (121, 300), "l40s": (362, 864), "a40": (150, 696),
     "a6000": (155, 768), "rtx4090": (165, 1008), "v100-16": (125, 900), "v100-32": (125, 900),
 }  # fmt: skip
 _OF_BANDWIDTH, _OF_PEAK_SAMPLING, _OF_PEAK_TRAINING = 0.6, 0.5, 0.4
-_EVERY_STEP_S = 0.004  # of an engine: scheduling, launches, sampling
-_LINK_BYTES_S = 5e9  # weights from trainer to engines; a rank's state from its GPU to host memory
+_EVERY_STEP_S = 0.004  # an engine's overhead per step: scheduling, launches, sampling
+_LINK_BYTES_S = 5e9  # bandwidth for weights from trainer to engines, and for a rank's state from GPU to host
 _ANYWHERE = {"judge_s": 0.01, "between_steps_s": 0.3, "live_s": 0.5, "pause_s": 0.2, "save_s": 5.0}
 _FAMILIES = ("time", "trainer", "tokens", "weights", "generator", "length", "reward", "verifier_mean_s")  # of metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, and where it comes from."""
+    """A number, and its source."""
 
     value: float
     source: str
@@ -61,20 +61,20 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """An engine that decodes n rollouts at once gives each its next token every engine_step_s + engine_sample_s · n."""
+    """Rates of a run.  An engine decoding n rollouts takes engine_step_s + engine_sample_s · n for a token of each."""
 
     engine_step_s: float
     engine_sample_s: float
-    judge_s: float  # of a reward worker, a completion
+    judge_s: float  # for a reward worker to judge a completion
     trainer_tokens_per_s: float  # of one data-parallel rank, prompts included
-    between_steps_s: float  # the trainer, from the end of a step to the next batch: new weights, messages, packing
+    between_steps_s: float  # of the trainer, from the end of a step to the next batch: new weights, messages, packing
     live_s: float  # from the publication of new weights until all engines sample with them
-    pause_s: float  # in which engines sample nothing for it
-    save_s: float  # a checkpoint holds up training
+    pause_s: float  # in which engines sample nothing while they load weights
+    save_s: float  # for which a checkpoint blocks training
     prompt_tokens: float
     mean_tokens: float  # of a completion
-    longest_tokens: float  # of the completions of a batch
-    dropped_share: float  # of groups: zero variance
+    longest_tokens: float  # of the longest completion of a batch
+    dropped_share: float  # share of groups with zero variance
 
 
 def rates_of(
@@ -130,7 +130,7 @@ def _from_data_sheets(config: Config, site: Site, model: Mapping[str, Any], mean
     tokens = config.generation.max_prompt_tokens / 2 + mean_tokens
     read_s = ranks * engine_gb_s * 1e9 * _OF_BANDWIDTH
     cache = b * shape.num_layers * shape.num_key_heads * shape.head_size * tokens  # half of keys and values
-    cache_s = cache / (read_s * min(1.0, shape.num_key_heads / ranks))  # of more ranks than heads, several read one
+    cache_s = cache / (read_s * min(1.0, shape.num_key_heads / ranks))  # with more ranks than heads, some share one
     passes = 4 if layout.recompute_activations == "full" else 3
     flops = trainer_tflops * 1e12 * _OF_PEAK_TRAINING * layout.num_ranks / layout.data_parallel
     found = {
@@ -155,7 +155,7 @@ def _measured(run: RunLayout) -> dict[str, Figure]:
     of = defaultdict(lambda: np.full(len(steps), np.nan), {name: each[-len(steps) :] for name, each in table.items()})
     trained, step_s, saves_s = of["tokens/trained_total"], of["trainer/step_s"], of["time/checkpoint_s"]
     working_s = step_s + of["time/wait_for_groups_s"]
-    waiting_s = np.maximum(0.0, of["time/wait_for_weights_s"] - working_s)  # for the version before to be live
+    waiting_s = np.maximum(0.0, of["time/wait_for_weights_s"] - working_s)  # until the previous version is live
     found = {
         "judge_s": _mean(np.array([_mean(of[name]) for name in of if name.startswith("verifier_mean_s/")])),
         "trainer_tokens_per_s": np.diff(trained).sum() / step_s[1:].sum() / config.trainer.data_parallel,
@@ -175,7 +175,7 @@ def _measured(run: RunLayout) -> dict[str, Figure]:
 
 
 def _mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """The mean of what is finite; nan if nothing is."""
+    """Mean of the finite values; nan if there are none."""
     known = values[np.isfinite(values)]
     return float(known.mean()) if known.size else float("nan")
 
@@ -183,7 +183,7 @@ def _mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
 def _engine(measured: dict[str, Figure], known: Mapping[str, Figure]) -> dict[str, Figure]:
     """Divide the measured time between two tokens, taken out of `measured`, as the guess is divided.
 
-    Without a guess it is taken to be proportional to the rollouts decoded together, as on a CPU (docs/log.md).
+    Without a guess it is assumed to be proportional to the rollouts decoded together, as on a CPU (docs/log.md).
     """
     token_s, together = measured.pop("token_s", None), measured.pop("together", None)
     if token_s is None or together is None:
@@ -215,7 +215,7 @@ def _engine(measured: dict[str, Figure], known: Mapping[str, Figure]) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the processes are shared out, and the bound on staleness."""
+    """Numbers of processes, and the bound on staleness."""
 
     generators: int
     data_parallel: int  # ranks of the trainer
@@ -229,7 +229,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds that a batch takes in each stage."""
+    """Seconds per batch in each stage."""
 
     split: Split
     num_samples: int  # of a batch
@@ -237,7 +237,7 @@ class Pace:
 
     @property
     def step_s(self) -> float:
-        """The expected time between two steps."""
+        """Expected seconds between two steps."""
         return max(self.stages_s.values())
 
     @property
@@ -247,7 +247,7 @@ class Pace:
 
 
 def pace_of(config: Config, rates: Rates, split: Split) -> Pace:
-    """The formula above."""
+    """Compute the pace by the formula above."""
     admission, part, num_batches = config.admission, config.smallest_part, split.max_staleness + 1
     batch = admission.groups_per_step * admission.group_size
     sampled = batch / (1 - rates.dropped_share) if admission.active_sampling else batch
@@ -286,9 +286,9 @@ def other_splits(config: Config, rates: Rates, rank_units: int, generator_units:
 
 # -------------------------------------------------------------------------------------------------------------- predict
 
-WITHIN = 0.05  # of the fastest split: counts as equally fast
-_KEYS = ("generation.num_replicas", "trainer.num_ranks")  # that set a split
-_MOST_ROWS = 6  # of the table of splits
+WITHIN = 0.05  # splits this close to the fastest count as equally fast
+_KEYS = ("generation.num_replicas", "trainer.num_ranks")  # keys that set a split
+_MOST_ROWS = 6  # in the table of splits
 _NEVER_IN_IT = (
     "start, queue, requeues, faults, evaluations; reading prompts, unless the engine's rates are measured; ranks that "
     "wait for each other; varying lengths"
@@ -296,7 +296,7 @@ _NEVER_IN_IT = (
 
 
 def predict(config: Config, site: Site, options: argparse.Namespace) -> str:
-    """The text to print.  Raises ConfigError: no model, no rates, options or a run that cannot be used."""
+    """Make the text to print.  Raises ConfigError: no model, no rates, options or a run that cannot be used."""
     run = RunLayout(without_dots(options.from_run)) if options.from_run is not None else None
     lengths = {"mean_tokens": options.mean_tokens, "dropped_share": options.dropped_share}
     model = config.model.path / "config.json"
@@ -332,7 +332,7 @@ def predict(config: Config, site: Site, options: argparse.Namespace) -> str:
 
 
 def first_save_s(config: Config, site: Site) -> float | None:
-    """Seconds from the first prompt until a step is trained and saved; None: nothing to estimate it from."""
+    """Estimate the seconds from the first prompt until a step is trained and saved; None if there are no rates."""
     try:
         figures = rates_of(config, site, object_in(config.model.path / "config.json"), None, {})
     except (ConfigError, OSError):  # an image may have its model elsewhere
@@ -342,7 +342,7 @@ def first_save_s(config: Config, site: Site) -> float | None:
 
 
 def _left_out(config: Config) -> list[str]:
-    """Return remarks on settings that change the pace of this run and are not in the formula."""
+    """Return remarks on settings that affect the pace of this run and are not in the formula."""
     settings = {
         "run.deterministic=true": config.run.deterministic,
         "what environments take to answer": any(dataset.environment for dataset in config.data),
@@ -353,7 +353,7 @@ def _left_out(config: Config) -> list[str]:
 
 
 def _described(config: Config, pace: Pace) -> dict[str, Any]:
-    """A split by the keys that set it."""
+    """Describe a split by its keys."""
     trainer = config.trainer
     numbers = (pace.split.generators, pace.split.data_parallel * trainer.num_ranks // trainer.data_parallel)
     return dict(zip(_KEYS, numbers, strict=True)) | {"step_s": pace.step_s, "bottleneck": pace.bottleneck}

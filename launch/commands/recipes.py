@@ -46,7 +46,7 @@ def num_gpus(config: Config) -> tuple[int, int]:
 
 
 def recipe_table(directory: Path = DIRECTORY) -> str:
-    """One line a recipe: its name, GPUs that train and that generate, the first sentence of its head."""
+    """Table of recipes: name, GPUs of trainer and engines, first sentence of the file's head."""
     rows = [("recipe", "GPUs", "")]
     for name, path in known_recipes(directory).items():
         train, generate = num_gpus(load_config(path))
@@ -56,7 +56,7 @@ def recipe_table(directory: Path = DIRECTORY) -> str:
 
 
 def copy_recipe(name: str, into: Path, directory: Path = DIRECTORY) -> Path:
-    """Write the recipe's file into a directory that exists; return its path.  Raises ConfigError, OSError."""
+    """Write the recipe's file into an existing directory; return its path.  Raises ConfigError, OSError."""
     known = known_recipes(directory)
     if name not in known:
         raise ConfigError(f"recipe {name!r}: unknown; legal: {', '.join(known)}{near_hint(name, known)}")

@@ -1,4 +1,4 @@
-"""`rlhpc reward`: judge completions of a file by a task, as the reward service of a run does.
+"""`rlhpc reward`: judge completions of a file by a task, like the reward service of a run.
 
 Input: JSON lines with a completion and a reference each.  Output: verdict, reward and parts of each, in their order, as
 a table or JSON lines.  Workers, time and memory are those of [rewards] and [sandbox].
@@ -43,7 +43,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def judge_records(options: argparse.Namespace) -> int:
-    """Print a verdict for each record.  Returns 1 if a verifier failed on one, 0 otherwise, also where all are wrong.
+    """Print a verdict for each record.  Returns 1 if a verifier failed on one, else 0, also if all are wrong.
 
     Raises ConfigError, DataError, SandboxError; RoleFailed if the function cannot be imported.
     """
@@ -103,7 +103,7 @@ def _records_of(lines: Iterable[bytes], name: str) -> list[Record]:
 
 
 def _reference_field(config: Config, task: str) -> str:
-    """The field that the run file names for a task; for another task, that of its datasets, if they agree."""
+    """Reference field of a task in the run file; of a task without dataset, that of all datasets if they agree."""
     of_task = {dataset.reference_field for dataset in config.data if dataset.task == task}
     fields = of_task or {dataset.reference_field for dataset in config.data}
     if len(fields) > 1:
@@ -134,7 +134,7 @@ def _reference(record: Record, field: str, completion: str) -> str:
 async def _judge(
     config: Config, task: str, asked: Sequence[tuple[str, str]], show: Callable[[int, Judgement], None]
 ) -> list[Judgement]:
-    """Judgements in the order of what was asked, each shown once it and those before it are there."""
+    """Judge in the order of the records; show each judgement once those before it are shown."""
     num_workers = min(config.rewards.workers_per_replica, max(1, len(asked)))
     found: list[Judgement] = []
     async with open_pool(config, [task], num_workers) as pool:
@@ -150,7 +150,7 @@ async def _judge(
 
 
 def _document(record: Record, judgement: Judgement) -> dict[str, Any]:
-    """The judgement for programs; a verifier that failed has said nothing of a reward."""
+    """The judgement as JSON for programs; reward is null if the verifier failed."""
     is_judged = judgement.verdict is not Verdict.VERIFIER_ERROR
     return {
         "line": _line_of(record),
@@ -172,7 +172,7 @@ def _table(records: Sequence[Record], found: Sequence[Judgement]) -> str:
 def _row(record: Record, judgement: Judgement) -> tuple[str, ...]:
     is_judged = judgement.verdict is not Verdict.VERIFIER_ERROR
     parts = ", ".join(f"{printable(name)} {value:g}" for name, value in judgement.parts.items())
-    # What a verifier failed of is said in full.
+    # A verifier's failure is shown in full.
     detail = printable(judgement.detail)[: _SHOWN_CHARACTERS if is_judged else None]
     reward = f"{judgement.reward:g}" if is_judged else "-"
     return str(_line_of(record)), judgement.verdict.value, reward, parts or "-", detail or "-"

@@ -48,10 +48,10 @@ MAX_RETRIES: int = ClusterConfig.model_fields["max_retries"].default
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do a run, and say how it ended; returns the exit status."""
+    """Do a run, and print how it ended; return the exit status."""
     config = load_config(options.run_file, options.overrides)
     if has_stage_before(config):
-        preflight(config)  # what RL would be refused for is refused before hours of another stage
+        preflight(config)  # refuses faults of the RL stage before hours of fine-tuning
         stage = stage_of(config)
         status = _stage_first(stage, options)
         if status or not is_complete(RunLayout(stage.run_directory)):  # it was stopped
@@ -62,9 +62,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _stage_first(stage: Config, options: argparse.Namespace) -> int:
-    """Do the supervised fine-tuning before an RL run, or what is left of it; returns its exit status.
+    """Do or continue the supervised fine-tuning before an RL run; return its exit status.
 
-    Raises RunDirectoryError: it is complete, and has learnt something else.
+    Raises RunDirectoryError: it is complete, with other settings or demonstrations.
     """
     layout = RunLayout(stage.run_directory)
     if not options.fresh and is_complete(layout):
@@ -74,7 +74,7 @@ def _stage_first(stage: Config, options: argparse.Namespace) -> int:
 
 
 def sft(options: argparse.Namespace) -> int:
-    """Do the supervised fine-tuning of a run file alone, here or as jobs; returns the exit status."""
+    """Run only the supervised fine-tuning of a run file, here or as jobs; return the exit status."""
     stage = stage_of(load_config(options.run_file, options.overrides))
     if options.site is None:
         if options.after or options.wait:
@@ -86,7 +86,7 @@ def sft(options: argparse.Namespace) -> int:
 
 
 def _run(config: Config, options: argparse.Namespace, *, may_begin: bool = False) -> int:
-    """may_begin: --resume begins it if nothing of it is there: of two stages the first may have been interrupted."""
+    """Run a stage.  may_begin: --resume begins it if it has no directory, as the stage before may have been stopped."""
     resume_from, layout = resume_point(options), RunLayout(config.run_directory)
     again = continued(options.typed)
     how = {} if options.max_retries is None else {"max_retries": options.max_retries}
@@ -112,9 +112,9 @@ def run_locally(
 ) -> int:
     """Check everything, prepare the run directory, run all roles here, return the exit status.
 
-    max_retries: attempts that may follow failed ones, without a new checkpoint in between.  is_quiet: no progress.
-    again: words of the command that continues the run, for whoever stops it.
-    Raises StopSignal: a signal has ended it before the run directory was its own, which is as it was.
+    max_retries: consecutive failed attempts that are retried; a checkpoint resets it.  is_quiet: show no progress.
+    again: words of the command that continues the run, shown when it is stopped.
+    Raises StopSignal: a signal came before the run directory was owned; it is unchanged.
     """
     if config.is_supervised:
         config = stage_of(config)
@@ -162,7 +162,7 @@ def run_locally(
 
 
 def _checked(config: Config, tell: Tell) -> GpuMap:
-    """Check everything that can be checked before a run directory is made; returns which process has which GPU."""
+    """Check everything that can be checked before a run directory is made; return the GPUs of processes."""
     refuse_foreign_network(has_cuda=config.trainer.device == "cuda", has_vllm=config.generation.engine == "vllm")
     here = gpus_here(os.environ)
     gpus = map_gpus(config, here)
@@ -173,6 +173,6 @@ def _checked(config: Config, tell: Tell) -> GpuMap:
     if gpus.devices and findings.shape is not None:
         try:
             judge_devices(config, findings.model, findings.shape, gpus, here.memory_gib)
-        except ConfigError as error:  # an estimate: `rlhpc check` refuses, a start only warns
+        except ConfigError as error:  # only an estimate: `rlhpc check` refuses, a start warns
             tell(f"GPU memory may not suffice, as far as an estimate says: {error}")
     return gpus

@@ -35,7 +35,7 @@ from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 class Addition:
     """Options for added generators; None: as in the site file."""
 
-    site_file: Path | None = None  # None: that of the run
+    site_file: Path | None = None  # None: the run's
     partition: str | None = None
     time: str | None = None
 
@@ -62,15 +62,15 @@ def scale(options: argparse.Namespace) -> int:
 def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
     """Add (+N) or retire (-N) generators.
 
-    Raises ConfigError: not of that form, or more generators than the site can hold; RunDirectoryError: the run was
-    never submitted, is complete or not running, has less than N to retire, or is being scaled by another process;
+    Raises ConfigError: neither +N nor -N, or more generators than the site can hold; RunDirectoryError: the run was
+    never submitted, is complete or not running, has fewer than N to retire, or is being scaled by another process;
     SlurmError.
     """
     if not re.fullmatch(r"[+-]0*[1-9]\d{0,3}", generators):
         raise ConfigError(f"--generators {generators!r}: legal: +N to add, -N to retire, such as +2 or -1")
     layout, placement = _submitted(layout)
     change = int(generators)
-    # Alone: otherwise two callers could use the same numbers.
+    # Under a lock: otherwise two callers could use the same numbers.
     with nullcontext() if dry_run else SubmissionLock(layout.jobs / ".scaling", tell):
         records = read_job_records(layout)
         if dry_run:
@@ -84,7 +84,7 @@ def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: boo
 
 
 def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
-    """The directory by the path that compute nodes use, and the placement of the run."""
+    """Return the run directory by its path on compute nodes, and the placement of the run."""
     layout.require_run()
     if is_supervised(layout):
         raise RunDirectoryError(f"{layout.root}: supervised fine-tuning, which has no generators")

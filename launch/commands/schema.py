@@ -4,7 +4,7 @@
 
 writes the part of the page anew that begins with the first table.  The schema is JSON Schema 2020-12; rules over
 several keys are not in it.  A key's meaning is the string below it in its class.  pydantic's use_attribute_docstrings
-would read these sources whenever any process starts; here they are read when somebody asks.
+would read these sources at every start of a process; here they are read on demand.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def print_schema(options: argparse.Namespace) -> int:
 
 
 def schema_of(kind: str) -> str:
-    """kind: "run" or "site"."""
+    """Make the JSON schema of a file.  kind: "run" or "site"."""
     schema = _MODELS[kind].model_json_schema()
     models = {model.__name__: model for model in _with_its_tables(_MODELS[kind])}
     for name, table in schema["$defs"].items():
         for key, field in models[name].model_fields.items():
             table["properties"][field.alias or key]["description"] = meaning_of(models[name], key)
     if kind == "run":
-        schema["$defs"]["DataConfig"].pop("required")  # `task`, which a source has of its own
+        schema["$defs"]["DataConfig"].pop("required")  # `task`, which has a default if there is a source
     for name in SEVERAL if kind == "run" else ():  # one table, or several
         tables = schema["properties"][name]
         schema["properties"][name] = {"anyOf": [tables["items"], tables]}
@@ -71,7 +71,7 @@ def _parts_of(annotation: object) -> Iterator[type[BaseModel]]:
 
 # ------------------------------------------------------------------------------------------------------- reference page
 
-_MOST_VALUES = 3  # that are named one by one
+_MOST_VALUES = 3  # named one by one
 _TYPES = {
     int: "integer",
     float: "number",
@@ -91,13 +91,13 @@ _BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
 
 
 def reference() -> str:
-    """Every table of a run file in Markdown, with its keys: what configs/README.md ends with."""
+    """Every table of a run file in Markdown, with its keys: the end of configs/README.md."""
     tables = (_table(name, model) for name, model in sections().items())
     return "\n".join((*tables, "## The whole file", "", *_rules(Config)))
 
 
 def meaning_of(model: type[BaseModel], key: str) -> str:
-    """Return the meaning of a key, and beside which settings it has an effect, on one line; "" if nothing says it."""
+    """Return on one line the meaning of a key, and the settings with which it has an effect; "" if not documented."""
     parents = (parent for parent in model.__mro__ if issubclass(parent, BaseModel) and parent is not BaseModel)
     meaning = next(filter(None, (_docstrings(parent).get(key) for parent in parents)), "")
     conditions = (f"{_condition(mark, model)}." for mark in marks_of(model.model_fields[key], Idle))
@@ -139,7 +139,7 @@ def _condition(mark: Idle, model: type[BaseModel]) -> str:
 
 
 def _short(name: str, model: type[BaseModel]) -> str:
-    """The name without that of the table that it is in."""
+    """Name of a key without its table."""
     section, _, key = name.partition(".")
     return key if sections()[section] is model else name
 

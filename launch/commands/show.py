@@ -1,6 +1,6 @@
-"""`rlhpc report RUN_DIR`: what a run did, on the terminal in short, or as a page for a browser.
+"""`rlhpc report RUN_DIR`: report on a run, short on the terminal, or as a page for a browser.
 
-Input: a run directory, of a run that goes on as well.  Output: text, or an HTML file.
+Input: the directory of a run, running or ended.  Output: text, or an HTML file.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 # -------------------------------------------------------------------------------------------------------------- command
 #
-# `rlhpc metrics RUN_DIR`: the figures of a run as a table, or as files of other programs.
+# `rlhpc metrics RUN_DIR`: the metrics of a run as a table, or as files for other programs.
 #
-# Input: a run directory, of a run that goes on as well.  Output: CSV or Parquet, a row a step; or a run of Weights &
-# Biases in files.  Nothing is written into the run directory, and no network is used but by --wandb --follow.
+# Input: the directory of a run, running or ended.  Output: CSV or Parquet, a row per step; or a run of Weights & Biases
+# in files.  Writes nothing into the run directory, and uses the network only with --wandb --follow.
 
 
 def show_metrics(options: argparse.Namespace) -> int:
-    """Print or write them.  Raises ConfigError: no run, no such metric, no such form; OSError."""
+    """Print or write the metrics.  Raises ConfigError: no run, no such metric, no such format; OSError."""
     _check_name(options.out)
     if options.follow:
         if options.wandb is None:
@@ -64,7 +64,7 @@ def show_metrics(options: argparse.Namespace) -> int:
 
 
 def write_table(file: Path, table: CurveTable) -> None:
-    """Write a table in the form of the suffix, whole or not at all.  Raises ConfigError: another suffix; OSError."""
+    """Write a table, atomically, in the format of the suffix.  Raises ConfigError: unknown suffix; OSError."""
     _check_name(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".csv":
@@ -88,7 +88,7 @@ def _check_name(file: Path | None) -> None:
 
 
 def show_rollouts(options: argparse.Namespace) -> int:
-    """Print, or write the page.  Raises ConfigError: no run, or an option that selects nothing sensible."""
+    """Print transcripts, or write the page.  Raises ConfigError: no run, or options that contradict each other."""
     from launch.view.rollouts import RunRollouts, Selection, as_document, transcripts  # slow to import
 
     bounds = options.min_reward, options.max_reward
@@ -132,7 +132,7 @@ def _steps(text: str | None) -> tuple[int, int] | None:
 
 
 def _chosen(rollouts: Iterator[SeenRollout], number: int | None) -> Iterator[SeenRollout]:
-    """Choose the same ones each time, so that two people who type the same command speak of the same rollouts."""
+    """Choose `number` rollouts, the same each time, so that two people who type the same command see the same."""
     if number is None:
         return rollouts
     from launch.view.rollouts import sample_of
@@ -146,29 +146,29 @@ def _tell(line: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- tensorboard
 #
-# `rlhpc tensorboard [DIR …]`: TensorBoard of these runs, under their names.
+# `rlhpc tensorboard [DIR …]`: TensorBoard with these runs, under their names.
 #
-# Input: run directories, or directories that hold some.  Output: TensorBoard, until Ctrl-C, of a temporary directory
-# that has links to event files.  New runs and new points appear while it serves.
+# Input: run directories, or their parents.  Output: TensorBoard, until Ctrl-C, on a temporary directory with links to
+# event files.  New runs and new points appear while it serves.
 
-LOOK_EVERY_S = 5.0  # as TensorBoard
-FIND_EVERY = 12  # looks: new runs appear within a minute
+LOOK_EVERY_S = 5.0  # as in TensorBoard
+FIND_EVERY = 12  # looks between searches: new runs appear within a minute
 
 
 class EventView:
-    """A directory as TensorBoard takes one: a directory for each run, called as the run is."""
+    """A log directory for TensorBoard: a subdirectory for each run, with the run's name."""
 
     def __init__(self, directory: Path, tops: list[Path]) -> None:
         self._directory, self._tops = directory, tops
-        self._names = dict[Path, str]()  # run directory → name; a run keeps its own
+        self._names = dict[Path, str]()  # run directory → name, which stays the same
 
     @property
     def names(self) -> list[str]:
-        """Names of the runs that are shown, in order."""
+        """Names of the runs shown, in order."""
         return sorted(self._names.values())
 
     def find(self) -> None:
-        """Look for runs that are not shown yet; on a large directory of a shared filesystem this takes a while."""
+        """Add runs that are not shown yet; slow for a large directory on a shared filesystem."""
         from rlhpc.metrics.curves import EVENT_FILES
 
         for run in find_runs(self._tops, DEPTH).runs:
@@ -176,7 +176,7 @@ class EventView:
                 self._add(run.layout, re.sub(r"^\.+|/", "_", run.name))  # a name, and no path
 
     def update(self) -> None:
-        """Look for what runs have written.  A run that is being deleted is passed over."""
+        """Link new event files of the runs.  A run that is being deleted is skipped."""
         for root, name in self._names.items():
             with suppress(OSError):  # it is being deleted or begun anew: the next look sees what has become of it
                 layout, place = RunLayout(root), self._directory / name
@@ -193,7 +193,7 @@ class EventView:
 
 
 def _link(source: Path, place: Path) -> None:
-    """Have a link to each event file of a directory, and to no other."""
+    """Make links to the event files of a directory, and remove other links."""
     from rlhpc.metrics.curves import EVENT_FILES
 
     files = {file.name: file for file in source.glob(EVENT_FILES)}
@@ -208,7 +208,7 @@ def _link(source: Path, place: Path) -> None:
 
 
 def serve_tensorboard(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C, SIGTERM or an end of TensorBoard; its exit status.  Raises ConfigError: nothing to show."""
+    """Serve until Ctrl-C, SIGTERM or the end of TensorBoard; return its status.  Raises ConfigError: nothing found."""
     tops = directories_to_search(options.directories)
     with tempfile.TemporaryDirectory(prefix="rlhpc-tensorboard-") as directory:
         shown, temporary = Path(directory, "runs"), Path(directory, "temporary")
@@ -228,7 +228,7 @@ def _serve(view: EventView, directory: Path, temporary: Path, options: argparse.
     where += [] if options.port is None else [f"--port={options.port}"]
     command = [sys.executable, "-P", "-m", "tensorboard.main", f"--logdir={directory}", "--window_title=rlhpc"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the directory is removed then, too
-    # It writes to .tensorboard-info in the directory for temporary files, which may be another user's.
+    # TensorBoard writes to .tensorboard-info in the directory for temporary files, which may be another user's.
     environment = {**os.environ, "TMPDIR": str(temporary)}
     server = subprocess.Popen([*command, *where], env=environment, preexec_fn=partial(die_with, os.getpid()))
     try:
@@ -251,7 +251,7 @@ def _serve(view: EventView, directory: Path, temporary: Path, options: argparse.
 
 
 def report_run(options: argparse.Namespace) -> int:
-    """Print the short form, and write the page if one is named.  Raises ConfigError: no run is here."""
+    """Print the short report, and write the page if one is named.  Raises ConfigError: no run at this path."""
     from launch.view.report import as_text, read_report, write_report
 
     page, report = options.html, read_report(RunView(options.layout))

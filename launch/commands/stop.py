@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 
 ASK_S = 3.0
 SAY_S = 60.0  # longest time without a line of progress
-FOLLOWERS_S = 120.0  # jobs that outlive the controller for this long do not end by themselves
+FOLLOWERS_S = 120.0  # jobs that outlive the controller by this much are taken not to end by themselves
 
 
 def stop(options: argparse.Namespace) -> int:
@@ -88,7 +88,7 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     return _say_outcome(layout, f"`rlhpc resume {quoted(layout.root)}`", tell, now=now)
 
 
-# What a launcher, or a job's supervisor, does without a request in the run directory.
+# Signals to a launcher or a job's supervisor, for when no request can be written to the run directory.
 _HOW_IT_ENDS = {
     False: "; what cannot be saved there within five minutes is lost (`rlhpc stop --now` does not wait)",
     True: "",
@@ -96,7 +96,7 @@ _HOW_IT_ENDS = {
 
 
 def _refusal_of(request: Path) -> str | None:
-    """Write a request; return why that was not possible, None: it was."""
+    """Write a request; return the reason if that fails, else None."""
     try:
         write_atomically(request, b"")
     except OSError as error:
@@ -105,7 +105,7 @@ def _refusal_of(request: Path) -> str | None:
 
 
 def _signal_launcher(launcher: ProcessIdentity, refusal: str, *, now: bool) -> str:
-    """Ask by a signal; return how, in words.  Raises RunDirectoryError: it is on another machine, or another user's."""
+    """Send the launcher a signal; return a message.  Raises RunDirectoryError: on another machine, of another user."""
     number = signal.SIGINT if now else signal.SIGTERM
     if not launcher.is_here:
         command = f"`kill -{number.name.removeprefix('SIG')} {launcher.pid}`"
@@ -120,7 +120,7 @@ def _signal_launcher(launcher: ProcessIdentity, refusal: str, *, now: bool) -> s
 
 
 def _lives(layout: RunLayout, request: Path, tell: Tell) -> bool:
-    """Whether jobs of the run are in the queue.  While Slurm does not say so, those that run are asked already."""
+    """Whether jobs of the run are in the queue.  While Slurm does not answer, running jobs are asked already."""
     is_new = not request.exists()
     was_silent = False
 
@@ -141,7 +141,7 @@ def _lives(layout: RunLayout, request: Path, tell: Tell) -> bool:
 def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell, *, is_by_signal: bool) -> list[str]:
     """Wait until all jobs have ended, or until the run is resumed; returns the jobs of the resume.
 
-    is_by_signal: there is no request that jobs see: the controller's is sent a signal, and when it has ended the others
+    is_by_signal: no request could be written: the controller's job is sent a signal, and after its end the other jobs
     are cancelled.
     """
     said, said_at = "", 0.0
@@ -164,7 +164,7 @@ def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell, *, 
         is_first = False
         if now or time.monotonic() - led_at > FOLLOWERS_S:
             cancel((row.job_id for row in rows if row.state.life is not JobStage.ENDING), patience_s=PATIENCE_S)
-        elif waiting:  # only those that have not started meanwhile
+        elif waiting:  # cancels only jobs that have not started meanwhile
             cancel((row.job_id for row in waiting), "--state=PENDING", patience_s=PATIENCE_S)
         words = ", ".join(dict.fromkeys(map(_describe, rows)))
         if words != said or time.monotonic() - said_at > SAY_S:
@@ -183,7 +183,7 @@ def _describe(row: JobRow) -> str:
 
 
 def _living(layout: RunLayout, on_silence: Tell | None = None) -> list[JobRow]:
-    """Jobs of the run that have not ended.  on_silence: told once, if Slurm does not answer.  Raises SlurmError."""
+    """Jobs of the run that have not ended.  on_silence: called once if Slurm does not answer.  Raises SlurmError."""
     deadline = Deadline(PATIENCE_S)
     while (look := _look(layout)).trouble:
         if on_silence is not None:

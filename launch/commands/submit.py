@@ -1,4 +1,4 @@
-"""Submit the jobs of a run: everything that can be refused is refused before the first submission.
+"""Submit the jobs of a run, after all checks that can refuse it.
 
 Input: Config and a site file.  Output: the run directory with plan, scripts and site file, and jobs in the queue.
 Guarantees: all jobs of a run are submitted, or none; a job that is alive is never submitted a second time.
@@ -53,11 +53,11 @@ from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError, RlhpcError
 #
 # `rlhpc plan`: the jobs of a run, and their scripts.
 #
-# Input: run file and site file.  Output: text.  Asks Slurm nothing.
+# Input: run file and site file.  Output: text.  Does not query Slurm.
 
 
 def show_plan(options: argparse.Namespace) -> int:
-    """Print the jobs of a run, or how fast it will be.  Raises ConfigError."""
+    """Print the jobs of a run, or a prediction of its speed.  Raises ConfigError."""
     if not options.predict:
         refuse_without_predict(options)
         config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
@@ -70,7 +70,7 @@ def show_plan(options: argparse.Namespace) -> int:
 
 
 def _jobs(config: Config, site: Site) -> list[str]:
-    """The plan, and every script under its name."""
+    """Lines of the plan, and every script under its name."""
     lines = [plan_report(config, site)]
     if config.evaluation:
         lines.append(f"\n----- evaluation.sbatch\n{EvaluationJob.following(config, site).script.rstrip()}")
@@ -120,13 +120,13 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def submit_here(config: Config, site_file: Path, options: argparse.Namespace) -> int:
-    """Submit one run, and follow it if that is asked for; returns the exit status."""
+    """Submit one run, and follow it with --wait; return the exit status."""
     how = {"resume": options.resume, "fresh": options.fresh, "resume_from": resume_point(options)}
     return wait_if_asked(submit_run(config, site_file, **how, after=options.after, tell=print_or_lose), options)
 
 
 def wait_if_asked(layout: RunLayout, options: argparse.Namespace) -> int:
-    """Follow a run, if --wait asks for it, and print its last words, as `rlhpc run` does; return the exit status."""
+    """With --wait, follow a run and print its outcome like `rlhpc run`; return the exit status."""
     if not options.wait:
         return 0
     from launch.view.status import wait_for_run
@@ -157,7 +157,7 @@ def submit_run(
     check(run, tell)
     if has_stage_before(run.config):
         run, options = _after_stage(run, options, resume=resume, fresh=fresh, tell=tell)
-        resume = resume and run.layout.is_run  # of two stages the first may have been interrupted
+        resume = resume and run.layout.is_run  # the stage before may have been interrupted
     submit_checked(run, options, resume=resume, fresh=fresh, tell=tell, resume_from=resume_from)
     root = run.layout.root
     tell(f"next        rlhpc status {root}\n            rlhpc logs {root} -f\n            rlhpc stop {root}")
@@ -169,7 +169,7 @@ def _after_stage(
 ) -> tuple[Submission, list[str]]:
     """Submit the supervised fine-tuning before an RL run, unless it is complete; returns the run on its model.
 
-    Its jobs wait for those of the stage, by the options that are returned.  Raises as submit_run.
+    Also returns options of sbatch by which the run's jobs wait for those of the stage.  Raises as submit_run.
     """
     stage = prepare(stage_of(run.config), run.site_file)
     later = replace(run, config=with_values(run.config, {"model.path": stage.layout.model}))
@@ -194,7 +194,7 @@ def prepare(config: Config, site_file: Path) -> Submission:
     layout, kind = shared_layout(config, site), config.transport.kind
     if config.is_supervised:
         config = stage_of(config)
-    # As they apply to jobs: the directory's path on compute nodes, and the kind of sockets.
+    # Settings as they apply to jobs: the directory's path on compute nodes, and the kind of sockets.
     of_jobs = {"run.directory": layout.root, "transport.kind": "tcp" if kind == "auto" else kind}
     config = with_values(config, of_jobs)
     return Submission(config, site_file, site, plan_jobs(config, site, layout))
@@ -222,7 +222,7 @@ def check(run: Submission, tell: Tell) -> None:
 
 
 def short_times(run: Submission) -> list[str]:
-    """Say of a time limit that by what is known no step fits into it: such a job ends in vain, again and again."""
+    """Warn of time limits into which no step fits, by the known rates: such jobs end without progress, repeatedly."""
     from launch.commands.predict import first_save_s  # loads numpy
 
     measured = read_progress(run.layout)
@@ -247,13 +247,13 @@ def submit_checked(
 ) -> list[JobRecord]:
     """Prepare the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
     layout = run.layout
-    site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
+    site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold secrets in [prologue.environment]
     site_text = run.site_file.read_bytes()
     with SubmissionLock(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
         is_new = not layout.root.exists()
         if fresh and following_job(layout) is not None:
             refuse_run_dir_for_jobs(run.config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
-            end_following(layout, tell)  # it writes where everything is deleted next
+            end_following(layout, tell)  # that job writes to the directory, which is deleted next
         if resume:
             look_before_going_on(layout, resume_from, lambda line: tell(f"audit       {line.removeprefix('audit: ')}"))
         changed = prepare_run_dir_for_jobs(
@@ -282,7 +282,7 @@ def submit_checked(
 
 
 def _submit_evaluation(run: Submission, records: Sequence[JobRecord], tell: Tell) -> None:
-    """The run goes on without, if that fails."""
+    """Submit the job of [[evaluation]]; if that fails the run goes on without it."""
     if not run.config.evaluation:
         return
     controller = next((record.job_id for record in records if record.hosts_controller), None)
@@ -294,7 +294,7 @@ def _submit_evaluation(run: Submission, records: Sequence[JobRecord], tell: Tell
 
 
 def dependency(after: str | None) -> list[str]:
-    """Options of sbatch for --after.  Raises ConfigError: neither a job id nor a dependency."""
+    """Options of sbatch for --after.  Raises ConfigError if `after` is neither a job id nor a dependency."""
     if after is None:
         return []
     if after.isdecimal():
@@ -310,7 +310,7 @@ def dependency(after: str | None) -> list[str]:
 
 
 def roles_run_here(prologue: PrologueConfig) -> bool:
-    """True if the roles run in the environment of this process, as far as the site file shows."""
+    """True if the roles run in the environment of this process, by the site file."""
     if prologue.image is not None:
         return False
     if prologue.conda is not None:
@@ -321,7 +321,7 @@ def roles_run_here(prologue: PrologueConfig) -> bool:
 
 
 def refuse_small_memory(config: Config, findings: Findings, site: Site, site_file: Path, tell: Tell) -> None:
-    """Refuse what `rlhpc check --site` does: too little host memory, or GPU memory.  Raises ConfigError."""
+    """Refuse too little host or GPU memory, as `rlhpc check --site`.  Raises ConfigError."""
     if findings.shape is None or config.trainer.device == "cpu":
         return
     judge_memory(config, findings.model, findings.shape, site, site_file)
@@ -334,7 +334,7 @@ def refuse_small_memory(config: Config, findings: Findings, site: Site, site_fil
 
 
 def write_plan(plan: JobPlan) -> None:
-    """Write what jobs need before they are submitted: scripts, the plan, and the directory for their logs."""
+    """Write the files that jobs need: scripts, the plan, and the directory for their logs."""
     for directory in (plan.layout.scripts, plan.log_directory, plan.layout.jobs):
         directory.mkdir(parents=True, exist_ok=True)
     for name, text in render_scripts(plan).items():
@@ -359,7 +359,7 @@ def submit_jobs(plan: JobPlan, options: Sequence[str] = (), tell: Tell = lambda 
     except KeyboardInterrupt as interrupt:
         told = filter(None, (str(interrupt) or "interrupted", _withdraw(plan.layout, records)))
         raise KeyboardInterrupt("; ".join(told)) from None
-    except BaseException:  # survived: nothing; whatever it was (a full disk), no part of a run stays queued
+    except BaseException:  # nothing is survived; after any failure (a full disk) no part of a run stays queued
         _withdraw(plan.layout, records)
         raise
     return records
@@ -373,9 +373,9 @@ def describe_record(record: JobRecord) -> str:
 
 
 def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord], tell: Tell) -> None:
-    """Submit one job; its record is on disk, and the last of `records`, before anything else happens."""
+    """Submit one job, then at once write its record to disk and append it to `records`."""
     script = plan.layout.scripts / f"{job.name}.sbatch"
-    # Imports submitit, which is not needed before.
+    # Loads submitit, which is not needed before.
     from launch.submitit_hetjob.executor import HeterogeneousSlurmExecutor
 
     def record(job_id: int) -> None:
@@ -412,7 +412,7 @@ def _record(plan: JobPlan, job: Job, job_id: int, script: Path) -> JobRecord:
 
 
 def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
-    """Cancel jobs and delete their records; returns a message about it, "" if there are none."""
+    """Cancel jobs and delete their records; return a message about it, "" if there are none."""
     if not records:
         return ""
     names = ", ".join(map(describe_record, records))
@@ -427,7 +427,7 @@ def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- resume
 #
-# Resume a run from its directory alone, which holds settings and site file.
+# Resume a run by its directory alone, which holds settings and site file.
 #
 # Input: a run directory.  Submits its jobs again (submit.py), to continue from the last complete checkpoint.
 

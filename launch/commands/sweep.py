@@ -1,4 +1,4 @@
-"""`rlhpc submit --seeds … --sweep …`: runs that differ in a few settings, each submitted as `submit` submits one.
+"""`rlhpc submit --seeds … --sweep …`: runs that differ in a few settings, each submitted as by `rlhpc submit`.
 
 Input: run file, overrides, values of --seeds and --sweep, a site file.  Output: jobs.  Guarantees: no two runs have the
 same name or directory; all are checked before the first is submitted.
@@ -23,14 +23,14 @@ from rlhpc.config.file import key_meant, load_config
 from rlhpc.config.rules import Config, with_values
 from rlhpc.protocol.errors import ConfigError, RlhpcError
 
-MOST_RUNS = 64  # a seed that is taken for a number of runs should not fill the queue
+MOST_RUNS = 64  # so that a seed mistaken for a number of runs does not fill the queue
 
 
 def submit_sweep(options: argparse.Namespace, tell: Tell) -> int:
     """Submit every run of a sweep, or with --dry-run check and list them; returns exit status 0.
 
-    With --resume, runs without a directory begin.  Raises ConfigError: refused, nothing was submitted; or some were not
-    submitted after others had been, and the message names them.
+    With --resume, runs without a directory begin.  Raises ConfigError: nothing was submitted; or some runs were not
+    after others had been, and the message names them.
     """
     if options.wait:
         raise ConfigError("--wait: only for a single run; `rlhpc list` shows several")
@@ -66,10 +66,10 @@ def submit_sweep(options: argparse.Namespace, tell: Tell) -> int:
 
 
 def sweep_of(run_file: Path, overrides: Sequence[str], seeds: str | None, sweeps: Sequence[str]) -> dict[str, Config]:
-    """Every combination of swept values and seeds, by what is varied: "trainer.learning_rate=1e-6 run.seed=7".
+    """Settings of every combination of swept values and seeds, by overrides, "trainer.learning_rate=1e-6 run.seed=7".
 
     seeds: "3" for three from run.seed on, "7,8,9" or "7," for these.  sweeps: "key=value,value".  Each run is called
-    NAME-KEY-VALUE-seed-N and lies beside where NAME would.  Raises ConfigError naming key and value.
+    NAME-KEY-VALUE-seed-N, and its directory lies beside that of NAME.  Raises ConfigError naming key and value.
     """
     base = load_config(run_file, overrides)
     axes = [_parsed(text) for text in sweeps]

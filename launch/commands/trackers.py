@@ -1,12 +1,11 @@
-"""A run as an offline run of Weights & Biases: files that `wandb sync` uploads from a machine that may.
+"""Export a run as an offline run of Weights & Biases: files that `wandb sync` uploads from a machine with a network.
 
 Input: a run and its table of metrics.  Output: DIR/wandb/offline-run-…, written by wandb's own package, which needs no
-account for it.  The step is the optimiser step, the time of a point is when the run wrote it.
-Guarantees: no network is used, whatever wandb's variables say; of one run there is one such directory below DIR: an
-earlier one is removed when the new one is whole.
+account for it.  Steps are optimiser steps; the time of a point is the time at which the run wrote it.
+Guarantees: no network is used, whatever wandb's variables say; each run has one such directory below DIR: an earlier
+one is removed when the new one is complete.
 
-Why not from within, while the run trains: nothing that waits for a service may stand in the way of a run.  A run that
-goes on is sent by a command beside it.
+Not part of the run's own processes: a run must never wait for a service.  A separate command sends a running run.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError
 
 # ------------------------------------------------------------------------------------------------------------- exported
 #
-# A run as exported to Weights & Biases.
+# A run in the form that is exported to Weights & Biases.
 
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """A run, its metrics, and an id that stays: that of another history in the same directory is another one."""
+    """A run, its metrics, and a stable id, which differs for another history in the same directory."""
 
     view: RunView
     table: CurveTable
 
     @cached_property
     def identity(self) -> str:
-        """12 hexadecimal digits, whichever metrics are exported: all of the run's are read for it."""
+        """Id of 12 hexadecimal digits, from all metrics of the run, also those that are not exported."""
         began = float(self.view.metric_table().unix_times_s[0])
         return hashlib.sha256(f"{self.view.root}\n{began!r}".encode()).hexdigest()[:12]
 
@@ -60,10 +59,10 @@ class ExportedRun:
 
 # -------------------------------------------------------------------------------------------------------- wandb records
 #
-# Read back what wandb has written: its package reports success on a full disk, too.
+# Read wandb's files back: its package reports success on a full disk, too.
 #
 # Input: a .wandb file, which is a log of records (the log format of LevelDB: blocks of 32 KiB, a head of seven bytes a
-# piece) after seven bytes of its own; a record is one of wandb's protobuf messages.  Output: these.
+# piece) after seven bytes of its own; a record is one of wandb's protobuf messages.  Output: those messages.
 
 _MAGIC, _FILE_HEAD = b":W&B", 7
 _BLOCK = 32_768
@@ -72,7 +71,7 @@ _WHOLE, _LAST = 1, 4
 
 
 def records_of(file: Path) -> Iterator[Any]:
-    """Whole ones, in order; a file that was cut off ends with the last of these.  Raises OSError."""
+    """Yield whole records, in order, up to a place where the file is cut off.  Raises OSError."""
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     data, at, part = file.read_bytes(), _FILE_HEAD, b""
     if not data.startswith(_MAGIC):
@@ -98,9 +97,9 @@ Row = tuple[int, float, dict[str, float]]  # step, unix time in seconds, points
 
 
 def write_wandb(directory: Path, run: ExportedRun) -> str:
-    """Write the run below a directory and say what comes next.
+    """Write the run below a directory; return the next command for the user.
 
-    Raises ConfigError: wandb is not installed, or it could not write all, in which case the earlier one is still there.
+    Raises ConfigError: wandb is not installed, or it could not write all; an earlier export is kept then.
     """
     wandb = _library()
     directory.mkdir(parents=True, exist_ok=True)
@@ -139,12 +138,12 @@ def _write(wandb: ModuleType, directory: Path, exported: ExportedRun) -> Path:
 
 def _library() -> ModuleType:
     """The package wandb.  Raises ConfigError: it is not installed."""
-    os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports of its own crashes go over the network
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # its crash reports go over the network
     return optional_module("wandb", "wandb")
 
 
 def _begun(wandb: ModuleType, directory: Path, exported: ExportedRun, mode: str, **how: str) -> Any:
-    """A run of wandb, which records nothing but what it is given."""
+    """Begin a run of wandb that records only the given values."""
     settings = wandb.Settings(
         mode=mode,
         console="off",  # what this command prints is nothing of the run
@@ -161,13 +160,13 @@ def _begun(wandb: ModuleType, directory: Path, exported: ExportedRun, mode: str,
 
 
 def _log(run: Any, row: Row, began_s: float) -> None:
-    """One step; it is written now, and not with the next one."""
+    """Write one step at once, not together with the next one."""
     step, unix_time_s, points = row
     run.log({**points, "_timestamp": unix_time_s, "_runtime": unix_time_s - began_s}, step=step, commit=True)
 
 
 def _num_written(wandb: ModuleType, run: Any) -> int:
-    """End a run; the number of steps that are in its file."""
+    """End a run; return the number of steps in its file."""
     run.finish()
     wandb.teardown()  # waits for the process that writes: it has not written all when finish() returns
     records = records_of(Path(run.settings.sync_file))
@@ -176,24 +175,24 @@ def _num_written(wandb: ModuleType, run: Any) -> int:
 
 # --------------------------------------------------------------------------------------------------------- wandb follow
 #
-# Send a run to Weights & Biases while it goes on, from a machine that reaches its server: a login node, mostly.
+# Send a running run to Weights & Biases, from a machine that reaches its server: usually a login node.
 #
-# Input: a run directory, which is read again and again.  Output: one run of wandb, whose steps are the optimiser
-# steps. Guarantees: the run itself waits for nothing and knows nothing of it; a command that is started again goes on
-# behind the last step that the server has; a step is sent once, when it is whole.
+# Input: a run directory, which is read repeatedly.  Output: one run of wandb, whose steps are the optimiser steps.
+# Guarantees: the run itself waits for nothing and is not involved; a restarted command continues after the server's
+# last step; a step is sent once, when it is complete.
 #
 # A history of wandb only grows.  So a step that a resume trains again is not sent again, and figures of an evaluation,
-# which come when others steps have been sent, are sent with the step that follows them in time, over an axis of their
-# own, `evaluation/step`.  The files that `--wandb` writes without `--follow` hold the run as it is in the end.
+# which come after later steps have been sent, are sent with the step that follows them in time, over an axis of their
+# own, `evaluation/step`.  The files that `--wandb` writes without `--follow` hold the run's final state.
 
 EVALUATION, EVALUATION_STEP = "evaluation/", "evaluation/step"
 LOOKS_COST = 0.05  # share of the time that reading the event files may take: they grow with the run
 
 
 def follow_wandb(directory: Path, layout: RunLayout, patterns: Sequence[str] = ()) -> int:
-    """Send what is there, then each step as it comes, until the run is over; return the exit status.
+    """Send existing steps, then each new step, until the run is over; return the exit status.
 
-    directory: of wandb's own files.  patterns: of the metrics wanted, as for RunView.metric_table; none: all.
+    directory: for wandb's own files.  patterns: of metrics, as for RunView.metric_table; none: all.
     Raises ConfigError: wandb is not installed, not logged in, or does not reach its server; RunDirectoryError; OSError.
     """
     wandb = _library()
@@ -222,7 +221,7 @@ def follow_wandb(directory: Path, layout: RunLayout, patterns: Sequence[str] = (
 
 
 class _Sent:
-    """One run of wandb."""
+    """One run of wandb that is being sent."""
 
     def __init__(self, wandb: Any, directory: Path, exported: ExportedRun, patterns: Sequence[str]) -> None:
         mode = os.environ.get("WANDB_MODE", "online")
@@ -233,14 +232,14 @@ class _Sent:
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         self._run = _begun(wandb, directory, exported, mode, project=project, resume="allow")
         self._run.define_metric(f"{EVALUATION}*", step_metric=EVALUATION_STEP)
-        self.next_step = int(self._run.starting_step)  # behind what an earlier command has sent
+        self.next_step = int(self._run.starting_step)  # after the steps that an earlier command has sent
         where = self._run.url or self._run.settings.sync_dir
         _say(f"{exported.view.root}: goes to {where}" + f", from step {self.next_step}" * bool(self.next_step))
 
     def follow(self, layout: RunLayout, ended: Callable[[], bool]) -> int:
         """Send until the run is over, at least once."""
         while True:
-            is_last, began = ended(), time.monotonic()  # asked first: what comes later is read below
+            is_last, began = ended(), time.monotonic()  # asked first: rows written later are read below
             table = _table(layout)
             if table is not None and float(table.unix_times_s[0]) != self._began_s:
                 _say(f"{layout.root}: holds another run now; this command is for one, start it again for the other")
@@ -271,10 +270,10 @@ class _Sent:
 
 
 def rows_to_send(table: CurveTable, next_step: int, is_last: bool, is_complete: bool) -> Iterator[Row]:
-    """Yield the rows from `next_step` on that will not change any more; which ones depends on the table alone.
+    """Yield the rows from `next_step` on that will not change any more; they depend on the table alone.
 
-    is_last: nothing writes any more, so that the newest row is whole, too.  is_complete: no resume will add a step:
-    evaluations that came after the last step have rows behind it.
+    is_last: no process writes any more, so that the newest row is complete, too.  is_complete: no resume will add a
+    step: evaluations after the last step have rows after it.
     """
     evaluations = {name for name in table.curves if name.startswith(EVALUATION)}
     late = _evaluations(table, evaluations)
@@ -295,7 +294,7 @@ def rows_to_send(table: CurveTable, next_step: int, is_last: bool, is_complete: 
 
 
 def _evaluations(table: CurveTable, names: set[str]) -> list[tuple[float, dict[str, float]]]:
-    """When each evaluation was written, and its points, in order of time."""
+    """Time at which each evaluation was written, and its points, in order of time."""
     found = dict[tuple[float, int], dict[str, float]]()
     for name in sorted(names):
         curve = table.curves[name]
@@ -306,7 +305,7 @@ def _evaluations(table: CurveTable, names: set[str]) -> list[tuple[float, dict[s
 
 
 def _first_table(layout: RunLayout, ended: Callable[[], bool]) -> CurveTable | None:
-    """The metrics, once there are any; None: the run has ended without."""
+    """Wait for the first metrics and return them; None if the run has ended without."""
     while True:
         is_last = ended()
         if (table := _table(layout)) is not None or is_last:
@@ -315,7 +314,7 @@ def _first_table(layout: RunLayout, ended: Callable[[], bool]) -> CurveTable | N
 
 
 def _table(layout: RunLayout) -> CurveTable | None:
-    """All metrics; None: there are none yet, or the directory cannot be read at the moment."""
+    """Read all metrics; None if there are none yet, or the directory cannot be read at the moment."""
     with suppress(ConfigError, OSError):
         return RunView(layout).metric_table()
     return None
