@@ -88,7 +88,7 @@ SMALL = {  # and why they stand alone
 }
 # Budgets may only shrink.
 BUDGETS = {"type: ignore": 25, "except Exception": 13}
-MAX_RIDDLES = 76  # docstrings
+MAX_RIDDLES = 0  # docstrings
 
 
 def _package(path: Path) -> str:

@@ -5,9 +5,9 @@
           ─▶ held-out rows, forward alone              the lowest loss decides what is kept, and when it is enough
           ─▶ checkpoint ─▶ … ─▶ RUN_DIR/model
 
-Nobody samples, nothing is judged, no weights are published.  A restart goes on from its checkpoint, with the same
-batches, and repeats the steps after it.  A run is complete when its model is there as an HF checkpoint: its last one,
-or with sft.early_stop the one with the lowest held-out loss.
+Nothing is sampled or judged, and no weights are published.  A restart continues from its checkpoint, with the same
+batches, and repeats the steps after it.  A run is complete when its model is written as an HF checkpoint: the last
+weights, or with sft.early_stop those with the lowest held-out loss.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from rlhpc.transport.open import open_server
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
-ANSWER_S = 1.0  # for a process to receive a message: the loop that sends it waits
+ANSWER_S = 1.0  # send timeout: the sending loop is blocked meanwhile
 
 
 def run(context: RoleContext) -> None:
@@ -85,7 +85,7 @@ async def _control(context: RoleContext) -> None:
 
 @dataclass(slots=True)
 class StageState:
-    """What a restart goes on from."""
+    """The controller's state: saved in checkpoints, restored by a restart."""
 
     step: int = 0  # the step to begin with
     policy_version: int = 0
@@ -120,7 +120,7 @@ class FrozenStage:
     document: bytes
 
     def prepare(self) -> None:
-        """Nothing has to be on disk before."""
+        """Write nothing: a checkpoint relies on no other file."""
 
     def write(self, directory: Path) -> None:
         """Write the part.  Raises OSError."""
@@ -128,14 +128,14 @@ class FrozenStage:
 
 
 class StagePart:
-    """What supervised fine-tuning saves in its checkpoints; that of the lowest held-out loss is not deleted."""
+    """The controller's side of saving; the checkpoint with the lowest held-out loss is not deleted."""
 
     def __init__(self, state: StageState, attempt: int, *, keeps_best: bool) -> None:
         self._state, self.attempt, self._keeps_best = state, attempt, keeps_best
 
     @property
     def keeps_all(self) -> bool:
-        """True while the guard may end the run: else no checkpoint from before the alarm might be left."""
+        """True while the guard may end the run: a checkpoint from before the alarm must be left then."""
         return self._state.guard.may_end_the_run
 
     @property
@@ -158,7 +158,7 @@ class StagePart:
         return FrozenStage(json.dumps(document).encode())
 
     def delete_needless(self, steps: Sequence[int]) -> None:
-        """Checkpoints need nothing besides."""
+        """Delete nothing: checkpoints need no files besides their own."""
 
     def left_out(self) -> None:
         """Count a checkpoint that could not be written."""
@@ -260,7 +260,7 @@ class SupervisedLoop:
         return await self._sent(await asyncio.to_thread(self._batches.rows, step))
 
     async def _sent(self, minibatch: PackedMinibatch) -> tuple[int, PackedMinibatch]:
-        """Number of the rows, which are on their way, and they themselves."""
+        """Send rows; return their number, and the rows."""
         self._num_made += 1
         number = self._num_made
         await self._trainer.send_rows(number, (minibatch,))
@@ -278,7 +278,7 @@ class SupervisedLoop:
         return self._has_held_out and step > 0 and (is_last or step % self._config.sft.evaluate_every == 0)
 
     async def _hold_out(self, stop: asyncio.Event) -> bool:
-        """Compute the held-out loss where it is due and not known; whether it is the lowest.  Nothing after `stop`."""
+        """Compute the held-out loss if it is due; return whether it is the lowest.  After `stop` compute nothing."""
         step, held_out = self._state.step, self._state.held_out
         if not self._is_evaluated(step) or held_out.step == step:
             return False
@@ -377,7 +377,7 @@ class SupervisedController(ControllerFrame):
         if known is not None and known.hello.incarnation != message.incarnation:
             raise RoleFailed(f"{name} was started again")
         if not self.registry.register(name, message):
-            with suppress(ChannelError):  # it is gone already
+            with suppress(ChannelError):  # the rank is gone already
                 await self.control.send(name, StopRole("other settings than the run's"), timeout_s=ANSWER_S)
 
     async def _watch(self) -> None:
@@ -405,7 +405,7 @@ class SupervisedController(ControllerFrame):
 
     def _export(self) -> int:
         """Write RUN_DIR/model, whole or not at all; return the step of its checkpoint.  Raises CheckpointError."""
-        # Loads torch, for which no step has to wait.
+        # Loads torch only here, so that no step waits for it.
         from rlhpc.training.checkpoint_export import export_hf
 
         config, layout, state = self.context.config, self.context.layout, self.state
