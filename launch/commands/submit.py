@@ -126,7 +126,7 @@ def submit_here(config: Config, site_file: Path, options: argparse.Namespace) ->
 
 
 def wait_if_asked(layout: RunLayout, options: argparse.Namespace) -> int:
-    """With --wait, follow a run and print its outcome like `rlhpc run`; return the exit status."""
+    """Follow a run if --wait is given, and print its outcome like `rlhpc run`; return the exit status."""
     if not options.wait:
         return 0
     from launch.view.status import wait_for_run

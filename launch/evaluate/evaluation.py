@@ -209,7 +209,7 @@ END_S = 10.0  # for a process that was asked to end; then it is killed
 
 @contextmanager
 def caches_on_this_node() -> Iterator[None]:
-    """In a Slurm job, keep caches on this node: engines compile once, and not into a home on a network.
+    """Keep caches on this node in a Slurm job: engines compile once, and not into a home on a network.
 
     As for a run (role_task.py).  Caches that the user's environment sets are left as they are.
     """
