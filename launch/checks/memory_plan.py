@@ -11,7 +11,7 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     DeepSpeed   the same three terms; stage 1 divides the optimiser by N, stage 2 gradients too, stage 3 parameters too
                 (Rajbhandari et al. 2020, arXiv:1910.02054, §5; there gradients are 2·Ψ, here they are float32).
     reference   4·Ψ master, 4·Ψ gradients, 8·Ψ moments, and b·Ψ of a copy below float32; every rank holds all.
-    With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
+    For kl_coefficient or "dpo" b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
     With a critic all of this but the reference twice; it is taken to be of the policy's size.
     adapters    of [lora], φ numbers: b·Ψ frozen (divided by N in ZeRO stage 3), and for φ the terms above for Ψ in
                 float32, with DeepSpeed in model.dtype; Megatron's are not divided, except those of experts, which are
@@ -402,7 +402,7 @@ def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int
 
 def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameters) -> int:
     """A copy of the forward pass's parameters, sharded alike; during a swap one tensor exists twice."""
-    if not config.algorithm.kl_coefficient or config.lora.rank:
+    if not config.has_reference or config.lora.rank:
         return 0
     is_cut = config.trainer.backend == "deepspeed" and config.trainer.zero_stage == 3
     return ELEMENT_BYTES[config.model.dtype] * (-(-held.total // layout.data) if is_cut else held.total)

@@ -334,10 +334,10 @@ def demonstration_lines(config: Config, findings: Findings) -> Iterator[str]:
         yield f"data        {table.path}: {counted(len(corpus), 'conversation')}{dropped}; {use}"
     held_out = f"; {found.num_held_out:,} are held out" if found.num_held_out else ""
     yield f"epoch       {counted(found.num_conversations, 'conversation')}{held_out}"
-    first = found.learnt(0)
-    runs = _runs(first.token_ids, first.loss_mask, findings.tokenizer)
-    yield f"first       {counted(len(first.token_ids), 'token')}; what is learnt stands in «»:"
-    yield from _quoted("".join(f"«{text}»" if is_learnt else text for is_learnt, text in runs))
+    for title, each in zip(("first      ", "rejected   "), found.learnt(0).sequences, strict=False):
+        runs = _runs(each.token_ids, each.loss_mask, findings.tokenizer)
+        yield f"{title} {counted(len(each.token_ids), 'token')}; what is learnt stands in «»:"
+        yield from _quoted("".join(f"«{text}»" if is_learnt else text for is_learnt, text in runs))
 
 
 def _runs(token_ids: Int32, loss_mask: Bool, tokenizer: PromptTokenizer) -> Iterator[tuple[bool, str]]:

@@ -117,7 +117,10 @@ def _describe_sampling(config: Config, gpus: GpuMap) -> Iterator[str]:
 def _describe_stage(config: Config) -> Iterator[str]:
     """Lines about batches and the held-out loss of supervised fine-tuning."""
     sft = config.sft
-    yield f"batch       {counted(sft.batch_size, 'conversation')} of up to {config.longest_conversation} tokens a step"
+    if sft.loss == "dpo":
+        yield f"loss        direct preference optimisation, beta {sft.beta:g}, against the model as it begins"
+    kind = "pair" if sft.loss == "dpo" else "conversation"
+    yield f"batch       {counted(sft.batch_size, kind)} of up to {config.longest_conversation} tokens a step"
     if sft.held_out or any(each.held_out for each in config.demonstrations):
         stop = "" if sft.early_stop == "off" else f"; stops after {sft.early_stop} without a lower one"
         yield f"held out    loss every {_steps(sft.evaluate_every)} and at the end{stop}"

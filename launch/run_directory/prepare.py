@@ -294,7 +294,7 @@ FIXED_BY_THE_FIRST_START = ("run.name:", "run.stage:", "run.seed:", "run.determi
     "admission.window_groups:",
     "lora.rank:", "lora.alpha:", "lora.rslora:", "lora.targets:", "lora.quantization:", "lora.initial:")  # fmt: skip
 # Also fixed in supervised fine-tuning, where a batch is a function of its step and these.
-OF_BATCHES = ("demonstrations.", "sft.batch_size:", "sft.held_out:", "sft.max_tokens:", "sft.too_long:")
+OF_BATCHES = ("demonstrations.", "sft.loss:", "sft.batch_size:", "sft.held_out:", "sft.max_tokens:", "sft.too_long:")
 MAY_MOVE = (
     "model.path:",
     "data.path:",

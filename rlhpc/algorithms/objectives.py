@@ -294,6 +294,34 @@ def supervised_loss(current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, T
     return -(torch.where(row.loss_mask, row.weights, 0.0) * logprobs).sum(), {}
 
 
+# ----------------------------------------------------------------------------------------------------------- preference
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceLoss:
+    """A PolicyLoss of pairs, −Σ_t a_t · log σ(m), of direct preference optimisation.
+
+    Rafailov et al. 2023, eq. 7 (arXiv:2305.18290): m = β · (log π/π_reference of the preferred answer − that of the
+    other), the same for every token of a pair.  Sequences 2k and 2k + 1 of a row are one; advantages are 1 and −1.
+    """
+
+    beta: float
+
+    def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
+        """See PolicyLoss."""
+        current, reference, weights = (
+            torch.where(row.loss_mask, each, 0.0) for each in (current, row.reference.detach(), row.weights)
+        )
+        gains = torch.where(row.loss_mask, row.advantages, 0.0) * (current - reference)
+        pair = row.sequence // 2
+        margins = gains.new_zeros(row.num_sequences).index_add(0, pair, gains).mul(self.beta).index_select(0, pair)
+        is_right = margins.detach() > 0
+        return -(weights * torch.nn.functional.logsigmoid(margins)).sum(), {
+            "preference_accuracy": (weights * is_right).sum(),
+            "preference_margin": (weights * margins.detach()).sum(),
+        }
+
+
 # ------------------------------------------------------------------------------------------------------------ objective
 
 MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond any sensible ratio, and its square still fits a float32

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -335,14 +335,18 @@ def _costliest_first(row_costs: Float64) -> Int64:
 # or padded.
 
 
-def pack(samples: Sequence[TrainingSample], *, token_budget: int, num_ranks: int, cost: FlopCost) -> PackedMinibatch:
-    """Plan a minibatch and lay it out.
+def pack(
+    samples: Sequence[TrainingSample], *, token_budget: int, num_ranks: int, cost: FlopCost, together: int = 1
+) -> PackedMinibatch:
+    """Plan a minibatch and lay it out.  together: so many samples, one after the other, stand side by side in a row.
 
     Raises PackingError if a sample is longer than the budget; ValueError if there is no sample or one is malformed.
     """
     lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
+    lengths = lengths.reshape(-1, together).sum(axis=1)
     planned = plan(lengths, token_budget=token_budget, num_ranks=num_ranks, cost=cost)
-    return lay_out(samples, planned)
+    indices = (planned.indices[:, None] * together + np.arange(together)).reshape(-1)
+    return lay_out(samples, replace(planned, indices=indices, borders=planned.borders * together))
 
 
 def lay_out(samples: Sequence[TrainingSample], plan: Plan) -> PackedMinibatch:

@@ -36,6 +36,7 @@ from rlhpc.algorithms.objectives import (
     DivergenceMask,
     GeometricMean,
     Objective,
+    PreferenceLoss,
     SequenceSurrogate,
     SoftGate,
     TokenObjective,
@@ -283,7 +284,9 @@ def loglinear_anchor(behaviour: Tensor, current: Tensor, versions: Tensor, polic
 
 def loss_of_run(config: Config, policy_version: int) -> PolicyLoss:
     """Return the loss of a run for a batch that is trained at policy_version.  Raises as make_policy_loss."""
-    return supervised_loss if config.is_supervised else make_policy_loss(config.algorithm, policy_version)
+    if not config.is_supervised:
+        return make_policy_loss(config.algorithm, policy_version)
+    return PreferenceLoss(config.sft.beta) if config.sft.loss == "dpo" else supervised_loss
 
 
 def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss:

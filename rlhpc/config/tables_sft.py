@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlhpc.config.rules import Config
 
 PAIRED = only_with("demonstrations.completion_field")
+DPO = only_with("sft.loss", "dpo")
 HELD_OUT = only_with_any("sft.held_out", "demonstrations.held_out")
 _RATE = Usual(1e-7, 1e-2, "supervised fine-tuning takes 1e-6 to 1e-4, of adapters ten times as much")
 
@@ -52,10 +53,14 @@ class DemonstrationsConfig(Section):
     completion_field: str = ""
     """Instead: the field with the answer to a prompt, as text, or as chat messages of the assistant and what it was
     told in between; text without a chat template ends with the tokenizer's end token."""
+    rejected_field: Annotated[str, PAIRED, DPO] = ""
+    """With sft.loss = "dpo": the field with an answer to the same prompt to which that of completion_field is
+    preferred."""
     prompt_template: Annotated[
         str, PAIRED, only_with("demonstrations.prompt_field", "", why="the prompt is the field, unchanged")
     ] = "{prompt}"
-    """As data.prompt_template: filled with the record's fields."""
+    """As data.prompt_template: filled with the record's fields; empty, of preferences: both answers begin with the
+    prompt."""
     prompt_field: Annotated[str, PAIRED] = ""
     """As data.prompt_field: instead of prompt_template, the field that holds the prompt, as text or chat messages."""
     use_chat_template: Annotated[bool, PAIRED] = False
@@ -76,8 +81,12 @@ class SftConfig(Section):
 
     whole_table = (only_with("demonstrations.path", other="a table [[demonstrations]]"),)
 
+    loss: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    """Cross-entropy with answers to imitate, or that of preferences between two (direct preference optimisation)."""
+    beta: Annotated[PositiveFloat, Usual(0.001, 10, "published preferences take 0.01 to 0.5"), DPO] = 0.1
+    """How strongly preferences are held near the model that the stage begins with."""
     batch_size: Annotated[Positive, Usual(1, 1e6, "it is in conversations")] = 64
-    """Conversations of an optimiser step."""
+    """Conversations of an optimiser step, or pairs of them."""
     epochs: Annotated[
         PositiveFloat, Usual(0.01, 100, "it is in passes over the data"), only_with("sft.num_steps", None)
     ] = 1.0
@@ -86,7 +95,8 @@ class SftConfig(Section):
     num_steps: Annotated[Positive | None, Usual(1, 1e6, STEPS)] = None
     """Instead of epochs: optimiser steps."""
     max_tokens: Annotated[Positive | None, USUAL_TOKENS] = None
-    """Tokens of a conversation, at most; none: trainer.token_budget."""
+    """Tokens of a conversation, at most; none: trainer.token_budget, or half of it, since both of a pair are in a
+    row."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """A longer one: is refused before the run starts, or left out."""
     learning_rate: Annotated[LearningRate, _RATE] = 1e-5
@@ -108,10 +118,17 @@ class SftConfig(Section):
 
     @rule
     def conversations_fit_a_row(self, config: Config, key: Keys) -> Faults:
-        """`max_tokens`: 2 to `trainer.token_budget`; a conversation is never cut."""
-        budget = config.trainer.token_budget
+        """`max_tokens`: 2 to `trainer.token_budget`, half of it for `loss` = `"dpo"`; a conversation is never cut."""
+        budget = config.trainer.token_budget // (2 if self.loss == "dpo" else 1)
         if not 2 <= config.longest_conversation <= budget:
             yield f"{key.max_tokens} with {key.trainer.token_budget}; legal: 2 to {budget}"
+
+    @rule
+    def preferences_are_between_two(self, config: Config, key: Keys) -> Faults:
+        """`loss` = `"dpo"`: each table `[[demonstrations]]` has a `rejected_field`."""
+        for place, table in enumerate(config.demonstrations):
+            if self.loss == "dpo" and not table.rejected_field:
+                yield f"demonstrations.{place}.rejected_field='' with {key.loss}; legal: the worse answer's field"
 
     @rule
     def something_is_learnt(self, config: Config, key: Keys) -> Faults:

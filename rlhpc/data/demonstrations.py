@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -61,6 +61,22 @@ class Demonstration:
 
     token_ids: Int32  # [L]
     loss_mask: Bool  # [L] tokens that are learnt
+    rejected: Demonstration | None = None  # of preferences: the answer to which this one is preferred
+
+    @property
+    def sequences(self) -> tuple[Demonstration, ...]:
+        """Itself, and the one to which it is preferred."""
+        return (self,) if self.rejected is None else (self, self.rejected)
+
+    def preferred_to(self, other: Demonstration) -> Demonstration:
+        """The pair: of both, tokens are learnt from the first that differs; what they share cancels out."""
+        num = min(len(self.token_ids), len(other.token_ids))
+        shared = int(np.argmax(self.token_ids[:num] != other.token_ids[:num]))  # 0 of two that are the same
+        mine, theirs = (
+            replace(each, loss_mask=each.loss_mask & (np.arange(len(each.loss_mask)) >= shared))
+            for each in (self, other)
+        )
+        return replace(mine, rejected=theirs)
 
 
 class DemonstrationForm:
@@ -68,13 +84,19 @@ class DemonstrationForm:
 
     def __init__(self, data: DemonstrationsConfig, tokenizer: PromptTokenizer) -> None:
         self._data, self._tokenizer = data, tokenizer
-        as_prompts = {"prompt_template", "prompt_field", "use_chat_template", "system_prompt", "path"}
+        as_prompts = {"prompt_field", "use_chat_template", "system_prompt", "path"}
+        self._share_prompt = bool(data.rejected_field) and not (data.prompt_template or data.prompt_field)
+        if not self._share_prompt:
+            as_prompts.add("prompt_template")
         table = DataConfig.model_construct(task="", **data.model_dump(include=as_prompts))
         self._prompts = PromptForm(table, tokenizer, max_prompt_tokens=_NOT_ENDED, max_completion_tokens=_NOT_ENDED)
         self._template_with = lru_cache(_MOST_TOOLS)(self._template)
 
-    def parts(self, record: Record) -> list[tuple[str, bool]]:
-        """(text, is rendered by a template) of told and learnt parts, alternating.  Raises DataError, ConfigError."""
+    def parts(self, record: Record, key: str = "completion_field") -> list[tuple[str, bool]]:
+        """(text, is rendered by a template) of told and learnt parts, alternating.  Raises DataError, ConfigError.
+
+        key: of the table, that of the answer.
+        """
         if not self._data.completion_field:
             name, key = self._data.messages_field, "data.messages_field"
             value = as_conversation(record.value(name, key))
@@ -86,7 +108,10 @@ class DemonstrationForm:
                 )
             messages = conversation_messages(value, record.source, name)
             return self._chat(told_first(messages, self._data.system_prompt), record)
-        asked, said = self._prompts.asked(record), self._completion(record)
+        said = self._answer(record, key)
+        if self._share_prompt:
+            return self._without_prompt(record, said)
+        asked = self._prompts.asked(record)
         if isinstance(asked, str):
             text, is_rendered = self._prompts.text(record)
             if not isinstance(said, str):
@@ -96,10 +121,21 @@ class DemonstrationForm:
             [*asked, *([{"role": "assistant", "content": said}] if isinstance(said, str) else said)], record
         )
 
-    def _completion(self, record: Record) -> str | list[Message]:
-        name, key = self._data.completion_field, "data.completion_field"
+    def _answer(self, record: Record, of: str) -> str | list[Message]:
+        name, key = getattr(self._data, of), f"data.{of}"
         value = as_conversation(record.value(name, key))
         return conversation_messages(value, record.source, name) if is_conversation(value) else record.text(name, key)
+
+    def _without_prompt(self, record: Record, said: str | list[Message]) -> list[tuple[str, bool]]:
+        """Parts of an answer that begins with its prompt, as the other does: of texts, up to a word that differs."""
+        if not isinstance(said, str):
+            return self._chat(told_first(said, self._data.system_prompt), record)
+        both = [str(self._answer(record, key)) for key in ("completion_field", "rejected_field")]
+        differs = (place for place, letters in enumerate(zip(*both, strict=False)) if len(set(letters)) > 1)
+        prompt = re.sub(r"\s*\S*\Z", "", said[: next(differs, min(map(len, both)))])
+        if not prompt:
+            raise DataError(f"{record.source}: two answers that do not begin with the same prompt")
+        return [(prompt, False), (said[len(prompt) :], True)]
 
     def _chat(self, messages: list[Message], record: Record) -> list[tuple[str, bool]]:
         template = self._template_with(self._tools(record))
@@ -129,9 +165,11 @@ class DemonstrationForm:
 
     def demonstrations(self, records: Sequence[Record]) -> list[Demonstration]:
         """Conversations of records, in their order."""
-        texts = [self.parts(record) for record in records]
+        keys = ("completion_field", "rejected_field") if self._data.rejected_field else ("completion_field",)
+        texts = [self.parts(record, key) for record in records for key in keys]
         tokens = iter(self._tokenizer.encode_all([part for parts in texts for part in parts]))
-        return [self._joined([next(tokens) for _ in parts]) for parts in texts]
+        made = [self._joined([next(tokens) for _ in parts]) for parts in texts]
+        return made if len(keys) == 1 else [made[i].preferred_to(made[i + 1]) for i in range(0, len(made), 2)]
 
     def _joined(self, parts: list[Int32]) -> Demonstration:
         """Join parts as of DialogueTemplate.demonstration; two parts alone, without a template, lack the end token."""
@@ -151,8 +189,9 @@ class DemonstrationForm:
 class Corpus:
     """Conversations of one table in their cached form: ~token for a learnt token."""
 
-    def __init__(self, content: bytes) -> None:
-        """content: made by _tokenised."""
+    def __init__(self, content: bytes, *, in_pairs: bool = False) -> None:
+        """content: made by _tokenised.  in_pairs: each second one is that to which the one before it is preferred."""
+        self._in_pairs = in_pairs
         num, self.num_dropped = (int(each) for each in np.frombuffer(content, np.int64, 2))
         self.borders = np.frombuffer(content, np.int64, num + 1, 16)
         self._values = np.frombuffer(content, np.int32, -1, 16 + self.borders.nbytes)
@@ -167,9 +206,14 @@ class Corpus:
         return head <= len(content) and len(content) == head + 4 * int(np.frombuffer(content, np.int64, 1, head - 8)[0])
 
     def __len__(self) -> int:
-        return len(self.borders) - 1
+        return (len(self.borders) - 1) // (1 + self._in_pairs)
 
     def __getitem__(self, index: int) -> Demonstration:
+        if self._in_pairs:
+            return replace(self._sequence(2 * index), rejected=self._sequence(2 * index + 1))
+        return self._sequence(index)
+
+    def _sequence(self, index: int) -> Demonstration:
         values = self._values[self.borders[index] : self.borders[index + 1]]
         return Demonstration(np.where(values < 0, ~values, values), values < 0)
 
@@ -199,7 +243,7 @@ def open_corpus(config: Config, place: int) -> Corpus:
         content = cached(
             "demonstrations", json.dumps(made_of), lambda: _tokenised(config, data), is_whole=Corpus.is_whole
         )
-    return Corpus(content)
+    return Corpus(content, in_pairs=bool(data.rejected_field))
 
 
 @contextmanager
@@ -222,11 +266,12 @@ def _tokenised(config: Config, data: DemonstrationsConfig) -> bytes:
     while some := list(islice(records, _AT_ONCE)):
         num_records += len(some)
         for record, each in zip(some, form.demonstrations(some), strict=True):
-            if len(each.token_ids) > most:
-                too_long.append((len(each.token_ids), record.source))
-            else:
-                values.append(np.where(each.loss_mask, ~each.token_ids, each.token_ids).tobytes())
-                lengths.append(len(each.token_ids))
+            if (longest := max(len(one.token_ids) for one in each.sequences)) > most:
+                too_long.append((longest, record.source))
+                continue
+            for one in each.sequences:
+                values.append(np.where(one.loss_mask, ~one.token_ids, one.token_ids).tobytes())
+                lengths.append(len(one.token_ids))
     if not num_records:
         raise DataError(f"data.path={data.path} has no records")
     if too_long and (config.sft.too_long == "refuse" or not lengths):

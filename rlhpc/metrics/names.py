@@ -95,7 +95,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "trainer/learning_rate": Metric("1", "of this step"),
         # Supervised fine-tuning.
         "sft/epoch": Metric("epochs", "passes over the demonstrations so far"),
-        "sft/held_out_loss": Metric("nats", "mean −log p of loss tokens of what is held out, where it was computed"),
+        "sft/held_out_loss": Metric("nats", "mean of what is held out, where it was computed: −log p of loss tokens"),
+        "sft/preference_accuracy": Metric("share", "pairs whose preferred answer gained more on the reference"),
+        "sft/preference_margin": Metric("nats", "mean over pairs of beta times that gain over the other's"),
+        "sft/held_out_preference_accuracy": Metric("share", "the same of held-out pairs"),
+        "sft/held_out_preference_margin": Metric("nats", "the same of held-out pairs"),
         # The critic, where algorithm.advantage is "gae".
         "critic/learning_rate": Metric("1", "of this step"),
         "critic/loss": Metric("reward²", "half the squared error of values, mean over loss tokens"),

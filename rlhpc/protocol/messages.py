@@ -195,11 +195,12 @@ class ScoreBatch:
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
-    """Trainer → controller: what the current policy says of those rows, summed over the loss tokens of all replicas."""
+    """Trainer → controller: loss of the current policy on those rows, summed over the loss tokens of all replicas."""
 
     rows: int
     num_loss_tokens: int
-    nll: float  # sum of −log p, nats
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

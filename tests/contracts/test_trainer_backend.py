@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.algorithms.objectives import PreferenceLoss
+from rlhpc.algorithms.packing import FlopCost
+from rlhpc.data.demonstrations import Demonstration
 from rlhpc.protocol.types import PackedMicrobatch, TrainingSample
+from rlhpc.roles.controller.batch_maker import pack_demonstrations
 from rlhpc.training.logprob import plain_row
 from tests.contracts.trainer_layouts import EVERYDAY, LENGTHS, MODELS, PAIRS, has_experts, marks_of, packed, usual_model
 from tests.contracts.trainer_scenarios import (
     decay_only,
     look,
+    odd_reference,
     refuse_a_step,
     refused_steps,
     score,
@@ -28,6 +33,7 @@ from tests.contracts.trainer_textbook import (
     hf_cross_entropy,
     hf_logprobs,
     hf_losses,
+    hf_preferences,
     hf_training,
     load_hf,
     weights_on_disk,
@@ -188,7 +194,22 @@ def test_supervised_loss_and_gradients_are_those_of_cross_entropy_in_float64(clu
         for index, sample in enumerate(draw(usual_model(cluster.name)))
     ]
     loss, gradients = hf_cross_entropy(model, samples)
-    answers = cluster.run(supervised_step, tmp_path, model=model, rows=packed(samples))
+    assert_gradients(cluster.run(supervised_step, tmp_path, model=model, rows=packed(samples)), loss, gradients)
+
+
+def test_preference_loss_and_gradients_are_those_of_dpo_in_float64(cluster, model, tmp_path):
+    """Pairs of unlike lengths in rows, to 1e-6."""
+    samples = draw(usual_model(cluster.name))[:8]
+    answers = [Demonstration(each.token_ids, each.loss_mask) for each in samples]
+    pairs = [replace(chosen, rejected=other) for chosen, other in zip(answers[::2], answers[1::2], strict=True)]
+    rows = list(pack_demonstrations(pairs, token_budget=80, num_ranks=1, cost=FlopCost(1.0, 0.0)).rows)
+    assert len(rows) > 1
+    loss, gradients = hf_preferences(model, samples, 0.2, odd_reference)
+    found = cluster.run(supervised_step, tmp_path, model=model, rows=rows, loss=PreferenceLoss(0.2))
+    assert_gradients(found, loss, gradients)
+
+
+def assert_gradients(answers: Any, loss: float, gradients: dict[str, torch.Tensor]) -> None:
     assert [found for found, _ in answers] == [pytest.approx(loss, rel=1e-6)] * len(answers)
     assert answers[0][1].keys() == gradients.keys()
     for name, gradient in answers[0][1].items():

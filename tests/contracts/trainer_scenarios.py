@@ -87,14 +87,21 @@ def refused_steps(
     return found
 
 
-def supervised_step(rank: Rank, *, model: Path, rows: Rows) -> Any:
-    """(loss, gradients by name of the weight) of cross-entropy, of a step from whose length they can be told."""
+def odd_reference(token_ids: Any) -> Tensor:
+    """Log-probabilities [T] of a reference for which only a token counts."""
+    return torch.from_numpy(-0.5 * (token_ids % 7 + 1)).float()
+
+
+def supervised_step(rank: Rank, *, model: Path, rows: Rows, loss: PolicyLoss = supervised_loss) -> Any:
+    """(loss, gradients by name of the weight) of a loss, of a step from whose length they can be told."""
     backend = rank.open(model, adam_eps=1.0)
     before = weights_of(backend)
+    mine = rank.share(rows, backend.dp_rank, backend.dp_size)
     result = backend.step(
-        rank.share(rows, backend.dp_rank, backend.dp_size),
-        supervised_loss,
+        mine,
+        loss,
         proximal=None,
+        reference=[odd_reference(row.token_ids) for row in mine],
         num_loss_tokens=num_loss_tokens(rows),
         learning_rate=1.0,
         weight_decay=0.0,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -105,11 +107,37 @@ def hf_cross_entropy(directory: Path, samples: list[TrainingSample]) -> tuple[fl
     """Cross-entropy with the loss tokens, and the gradients of its mean, in float64, of one sample after the other."""
     hf, total = load_hf(directory, torch.float64), torch.zeros((), dtype=torch.float64)
     for sample in samples:
-        tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
-        labels = torch.where(torch.from_numpy(sample.loss_mask), tokens, -100)[1:]
-        logits = hf(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    (total / num_loss_tokens([pack_row(samples)])).backward()
+        total = total + _nll(hf, sample)
+    return _with_gradients(hf, total, num_loss_tokens([pack_row(samples)]))
+
+
+def hf_preferences(
+    directory: Path, samples: list[TrainingSample], beta: float, reference_of: Callable[[NDArray[np.int32]], Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of TRL's DPOTrainer, "sigmoid" without smoothing, and its gradients; pairs are neighbours.  As above.
+
+    A pair's loss counts as often as there are loss tokens for each pair: the backend divides by all of them.
+    """
+    hf, total = load_hf(directory, torch.float64), torch.zeros((), dtype=torch.float64)
+    num_tokens = num_loss_tokens([pack_row(samples)])
+    for place in range(0, len(samples), 2):
+        pair = samples[place : place + 2]
+        logps = [-_nll(hf, each) for each in pair]
+        ref_logps = [reference_of(each.token_ids).double()[torch.from_numpy(each.loss_mask)].sum() for each in pair]
+        logits = (logps[0] - logps[1]) - (ref_logps[0] - ref_logps[1])
+        total = total - torch.nn.functional.logsigmoid(beta * logits) * num_tokens / (len(samples) // 2)
+    return _with_gradients(hf, total, num_tokens)
+
+
+def _nll(hf: Any, sample: TrainingSample) -> Tensor:
+    tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
+    labels = torch.where(torch.from_numpy(sample.loss_mask), tokens, -100)[1:]
+    logits = hf(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def _with_gradients(hf: Any, total: Tensor, num_tokens: int) -> tuple[float, dict[str, Tensor]]:
+    (total / num_tokens).backward()
     for parameter in hf.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return total.item(), weights_on_disk(hf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import signal
 import time
@@ -19,7 +20,7 @@ import torch
 from launch.cli import main
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import read_resolved
-from rlhpc.data.demonstrations import open_demonstrations
+from rlhpc.data.demonstrations import Demonstration, open_demonstrations
 from rlhpc.training.checkpoint_directory import KnownCheckpoints
 from tests.contracts.trainer_textbook import load_hf
 from tests.ring.run_kit import Lab, Run, rlhpc, scalars, summary_of, to_toml, wait_while_it_moves
@@ -75,15 +76,16 @@ def same(one: RunLayout, other: RunLayout) -> bool:
 def held_out_loss(layout: RunLayout) -> float:
     """The loss of the exported model on what the run has held out, by transformers in float64."""
     config, _ = read_resolved(layout)
-    model, nll, number = load_hf(layout.model).double(), 0.0, 0
-    for each in open_demonstrations(config).held_out():
-        tokens = torch.from_numpy(each.token_ids.astype("int64"))
-        wanted = torch.where(torch.from_numpy(each.loss_mask.copy()), tokens, -100)[1:]
-        with torch.no_grad():
-            logits = model(input_ids=tokens[None]).logits[0, :-1]
-        nll += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
-        number += int((wanted >= 0).sum())
-    return nll / number
+    model, held_out = load_hf(layout.model).double(), list(open_demonstrations(config).held_out())
+    return sum(nll_of(model, each) for each in held_out) / sum(int(each.loss_mask.sum()) for each in held_out)
+
+
+def nll_of(model: Any, each: Demonstration) -> float:
+    tokens = torch.from_numpy(each.token_ids.astype("int64"))
+    wanted = torch.where(torch.from_numpy(each.loss_mask.copy()), tokens, -100)[1:]
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, :-1]
+    return float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
 
 
 def test_a_run_learns_from_demonstrations_and_leaves_a_model_that_others_load(undisturbed: RunLayout) -> None:
@@ -151,6 +153,36 @@ def test_a_run_whose_process_is_killed_ends_as_if_nothing_had_happened(
         run.assert_nothing_is_left()
     assert len(run.layout.attempts.read_text().splitlines()) == 2
     assert same(run.layout, undisturbed)
+
+
+def test_preferences_are_learnt_and_held_out_ones_told_of_also_after_a_killing(lab: Lab) -> None:
+    """The loss of DPO over held-out pairs in batches of 20 and 10, by transformers in float64."""
+    data, sections = lab.root / "preferences.jsonl", {}
+    data.write_text("".join(f'{{"sum": "{n}+1=", "is": "{n + 1}", "not": "{n + 1}0"}}\n' for n in range(300)))
+    sections["demonstrations"] = {"path": str(data), "rejected_field": "not"}
+    sections["sft"] = {"loss": "dpo", "beta": 0.2, "batch_size": 20, "num_steps": 12}
+    layout = done(lab, "preferring", **sections)
+    (config, _), start, end = read_resolved(layout), load_hf(lab.model).double(), load_hf(layout.model).double()
+    gains = [
+        [nll_of(start, each) - nll_of(end, each) for each in pair.sequences]
+        for pair in open_demonstrations(config).held_out()
+    ]
+    margins = [0.2 * (chosen - rejected) for chosen, rejected in gains]
+    assert len(margins) == 30
+    wanted = [sum(math.log1p(math.exp(-each)) for each in margins) / 30, 1.0, sum(margins) / 30]
+    names = ("loss", "preference_accuracy", "preference_margin")
+    found = [scalars(layout, f"sft/held_out_{name}")[-1] for name in names]
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert scalars(layout, "trainer/loss")[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert found[0] < 0.6
+    assert scalars(layout, "sft/preference_accuracy")[-1] == 1.0
+    with Run(stage_file(lab, "preferring-killed", **sections), lab.layout("preferring-killed")) as run:
+        run.wait_for_step(6)
+        run.kill_roles("trainer")
+        assert run.finish() == 0, run.story()
+    undisturbed, killed = weights_of(layout), weights_of(run.layout)
+    assert all(torch.equal(tensor, killed[name]) for name, tensor in undisturbed.items())
+    assert summary_of(run.layout)["held_out_best"] == summary_of(layout)["held_out_best"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)

@@ -75,6 +75,19 @@ def test_settings_of_the_stage_are_those_of_a_run_of_its_own(tmp_path: Path, mon
         ("demonstrations.held_out=true", "demonstrations.held_out=true in all tables: nothing is learnt from"),
         ("demonstrations.prompt_template={q}", "no effect without demonstrations.completion_field"),
         ("sft.max_tokens=65", "sft.max_tokens=65 with trainer.token_budget=64; legal: 2 to 64"),
+        (
+            "sft.beta=0.2",
+            "sft.beta=0.2 has no effect with sft.loss='cross_entropy'; legal: 0.1, its default, or sft.loss='dpo'",
+        ),
+        ("sft.loss=dpo", "demonstrations.rejected_field='' with sft.loss='dpo'; legal: the worse answer's field"),
+        (
+            "demonstrations.rejected_field=no",
+            "demonstrations.rejected_field='no' has no effect without demonstrations.c",
+        ),
+        (
+            "demonstrations={path='d',completion_field='a',rejected_field='b'}",
+            "demonstrations.rejected_field='b' has no effect with sft.loss='cross_entropy'",
+        ),
         ("sft.min_learning_rate=0.1", "sft.min_learning_rate=0.1 is above sft.learning_rate=1e-05"),
         ("sft.early_stop=2", "sft.early_stop=2 has no effect with sft.held_out=0 and demonstrations.held_out=false"),
         ("rewards.timeout_s=4.0", "[rewards] has no effect with run.stage='sft'; legal: to leave it out"),
@@ -96,3 +109,17 @@ def test_the_stage_of_an_rl_run_is_refused_where_it_cannot_be(tmp_path: Path) ->
         loaded(tmp_path, RUN_FILE, "sft.batch_size=4")
     with pytest.raises(ConfigError, match=r"demonstrations=\[\]: legal: 1 or more"):
         loaded(tmp_path, ALONE.replace("batch_size = 8\nepochs = 2.0", ""), "demonstrations=[]")
+
+
+def test_preferences_have_a_reference_and_both_of_a_pair_fit_a_row(tmp_path: Path) -> None:
+    pairs = "demonstrations={path='d',completion_field='chosen',rejected_field='rejected',prompt_template=''}"
+    words = (pairs, "sft.loss=dpo", "trainer.reference_memory=device")
+    config = loaded(tmp_path, ALONE, *words)
+    assert (config.longest_conversation, config.sft.beta, config.has_reference) == (32, 0.1, True)
+    assert supervised(config, 8).trainer.reference_memory == "device"
+    assert not loaded(tmp_path, ALONE).has_reference
+    with pytest.raises(ConfigError, match=r"sft\.max_tokens=33 with trainer\.token_budget=64; legal: 2 to 32"):
+        loaded(tmp_path, ALONE, *words, "sft.max_tokens=33")
+    before = loaded(tmp_path, RUN_FILE, *words, "algorithm.kl_coefficient=0.0")
+    assert not before.has_reference  # of RL
+    assert supervised(before, 8).has_reference

@@ -309,19 +309,28 @@ class SupervisedBatches:
 def pack_demonstrations(
     conversations: Sequence[Demonstration], *, token_budget: int, num_ranks: int, cost: FlopCost
 ) -> PackedMinibatch:
-    """Pack these conversations into rows; each learnt token has the same weight.  Raises as pack."""
-    samples = [_sample(index, each) for index, each in enumerate(conversations)]
-    return pack(samples, token_budget=token_budget, num_ranks=num_ranks, cost=cost)
+    """Pack conversations into rows, each learnt token with the same weight; or pairs, each pair.  Raises as pack."""
+    together = len(conversations[0].sequences)
+    counts = [sum(int(np.count_nonzero(one.loss_mask)) for one in each.sequences) for each in conversations]
+    mean = sum(counts) / len(counts)
+    samples = [
+        _sample(index, place, one, 1.0 if together == 1 else mean / count)
+        for index, (each, count) in enumerate(zip(conversations, counts, strict=True))
+        for place, one in enumerate(each.sequences)
+    ]
+    return pack(samples, token_budget=token_budget, num_ranks=num_ranks, cost=cost, together=together)
 
 
-def _sample(index: int, demonstration: Demonstration) -> TrainingSample:
+def _sample(index: int, place: int, demonstration: Demonstration, weight: float) -> TrainingSample:
+    """place: 0, or 1 of an answer to which another is preferred."""
     mask = demonstration.loss_mask
     return TrainingSample(
         group_id=index,
-        sample_index=0,
+        sample_index=place,
         token_ids=demonstration.token_ids,
         loss_mask=mask,
         behaviour_logprobs=np.zeros(len(mask), np.float32),
-        advantages=mask.astype(np.float32),
+        advantages=mask.astype(np.float32) * (-1 if place else 1),
         versions=np.where(mask, 0, -1).astype(np.int32),
+        loss_weight=weight,
     )

@@ -63,6 +63,8 @@ _REPORTED = {
     "importance_capped": "policy/importance_capped_share",
     "importance_masked": "policy/importance_masked_share",
     "mismatch_abs": "policy/mismatch_abs_mean",
+    "preference_accuracy": "sft/preference_accuracy",
+    "preference_margin": "sft/preference_margin",
 }
 
 _OF_DATASETS = {
@@ -495,6 +497,7 @@ class StageRecorder:
         }
         if self._held_out.step == step + 1 and self._held_out.loss is not None:
             figures["sft/held_out_loss"] = self._held_out.loss
+            figures |= {f"sft/held_out_{name}": value for name, value in self._held_out.figures.items()}
         await self._unwritten.put((record, figures))
 
     async def run(self) -> None:

@@ -268,14 +268,16 @@ class HeldOutLoss:
     """Losses of supervised fine-tuning on held-out conversations; part of its checkpoints."""
 
     step: int = -1  # steps done when the newest was computed; -1: none was
-    loss: float | None = None  # nats a token
+    loss: float | None = None  # nats a token, or a pair
     first: float | None = None
     best: float | None = None
     best_step: int = -1
     num_worse: int = 0  # consecutive losses above the lowest
+    figures: dict[str, float] = field(default_factory=dict)  # computed with the newest: those of preferences
 
-    def note(self, step: int, loss: float) -> bool:
+    def note(self, step: int, loss: float, figures: dict[str, float]) -> bool:
         """Record a loss; return whether it is the lowest."""
+        self.figures = figures
         self.step, self.loss, self.first = step, loss, loss if self.first is None else self.first
         is_best = math.isfinite(loss) and (self.best is None or loss < self.best)
         if is_best:

@@ -16,6 +16,7 @@ import asyncio
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -282,17 +283,21 @@ class SupervisedLoop:
         step, held_out = self._state.step, self._state.held_out
         if not self._is_evaluated(step) or held_out.step == step:
             return False
-        nll, num_tokens, parts = 0.0, 0, self._batches.held_out_rows()
+        sums, weight, parts = Counter[str](), 0.0, self._batches.held_out_rows()
         part = await asyncio.to_thread(next, parts, None)
         while part is not None:
             if stop.is_set():
                 return False
             number, _ = await self._sent(part)
             await self._trainer.tell(ScoreBatch(number))
+            # Tokens count alike, or pairs, whose number a part of them is weighed by.
+            scale = part.num_samples / part.num_loss_tokens if self._config.sft.loss == "dpo" else 1.0
             part = await asyncio.to_thread(next, parts, None)  # while that one is scored
             report = await self._trainer.answer(ScoreReport)
-            nll, num_tokens = nll + report.nll, num_tokens + report.num_loss_tokens
-        is_best = held_out.note(step, nll / max(1, num_tokens))
+            weight += scale * report.num_loss_tokens
+            sums.update({name: scale * value for name, value in ({"loss": report.loss} | report.metrics).items()})
+        figures = {name: value / (weight or 1.0) for name, value in sums.items()}
+        is_best = held_out.note(step, figures.pop("loss"), figures)
         log.info("held-out loss %.4f at step %d%s", held_out.loss, step, ", the lowest so far" if is_best else "")
         return is_best
 

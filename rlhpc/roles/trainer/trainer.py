@@ -20,6 +20,7 @@ import signal
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -67,7 +68,7 @@ from rlhpc.roles.lifecycle import RoleContext, hello, leave_at_once
 from rlhpc.roles.trainer.models import BatchFigures, Critic, means_of, open_models, own_host
 from rlhpc.training.checkpoint_directory import policy_version_of
 from rlhpc.training.checkpoint_export import REFERENCE_DIRECTORY, save_reference
-from rlhpc.training.logprob import plain_row
+from rlhpc.training.logprob import of_row, plain_row, token_row
 from rlhpc.training.ranks import open_gloo_group
 from rlhpc.transport.codec import Codec, Frame
 from rlhpc.transport.open import connect_blocking
@@ -418,7 +419,7 @@ class Trainer:
 
     def begin(self, replicas: tuple[int, ...] = (0,)) -> None:
         """Load the checkpoint to resume from, if any, and send the controller the manifest.  replicas: by rank."""
-        if self._config.algorithm.kl_coefficient:
+        if self._config.has_reference:
             # Before the checkpoint is loaded: after a resume, too, the reference is the model of the run file.
             self._backend.hold_reference(self._config.trainer.reference_memory)
         if self._ema_decay is not None:
@@ -551,23 +552,29 @@ class Trainer:
 
     def _of_reference(self, batch: PackedBatch) -> list[list[Tensor]] | list[None]:
         """Log-probabilities of every minibatch by the reference, swapped in once; None each without a reference."""
-        if not self._config.algorithm.kl_coefficient:
+        if not self._config.has_reference:
             return [None] * len(batch.minibatches)
         mine = [minibatch.ranks[self._backend.dp_rank] for minibatch in batch.minibatches]
         logprobs = iter(self._backend.logprobs([row for rows in mine for row in rows], of_reference=True))
         return [list(islice(logprobs, len(rows))) for rows in mine]
 
     def _score_rows(self, rows: BatchRows) -> None:
-        """Run forward passes alone, and report −log p of loss tokens, summed in float64.  Collective over all ranks."""
+        """Run forward passes alone; report the loss and its metrics, summed in float64.  Collective over all ranks."""
         self._heartbeat.now("scoring", "", self._version)
         mine = [row for minibatch in rows.minibatches for row in minibatch.ranks[self._backend.dp_rank]]
-        nll = num_loss_tokens = 0.0
-        for row, logprobs in zip(mine, self._backend.logprobs(mine), strict=True):
-            nll -= float(logprobs.cpu().double().numpy()[row.loss_mask].sum())
-            num_loss_tokens += float(row.loss_mask.sum())
-        sums = self._backend.sum_over_replicas({"nll": nll, "num_loss_tokens": num_loss_tokens})
+        loss, sums = loss_of_run(self._config, self._version), Counter[str]()
+        references = self._backend.logprobs(mine, of_reference=True) if self._config.has_reference else None
+        for place, logprobs in enumerate(self._backend.logprobs(mine)):
+            current, reference = logprobs.cpu().double(), of_row(references, place)
+            value, metrics = loss(
+                current, token_row(mine[place], torch.zeros_like(current), proximal=None, reference=reference)
+            )
+            counted = {"loss": value, "num_loss_tokens": mine[place].loss_mask.sum(), **metrics}
+            sums.update({name: float(each) for name, each in counted.items()})
+        total = self._backend.sum_over_replicas(sums)
         if self._channel is not None:
-            self._channel.send(ScoreReport(rows.number, int(sums["num_loss_tokens"]), sums["nll"]))
+            num_loss_tokens, loss_sum = int(total.pop("num_loss_tokens")), total.pop("loss")
+            self._channel.send(ScoreReport(rows.number, num_loss_tokens, loss_sum, total))
         self._heartbeat.now("running", "batch", self._version)
 
     # -------------------------------------------------------------------------------------------------------- weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from algorithm_rows import ragged_row, token_row
 from papers import POLICY_VERSION, Sequence
 from torch import Tensor
 
-from rlhpc.algorithms.objectives import supervised_loss
+from rlhpc.algorithms.objectives import PreferenceLoss, supervised_loss
 from rlhpc.algorithms.policy_loss import make_policy_loss
 from rlhpc.config.tables_algorithm import AlgorithmConfig
 from rlhpc.protocol.contracts import TokenRow
@@ -241,3 +242,32 @@ def test_supervised_loss_is_cross_entropy_of_what_is_learnt_whatever_stands_else
     torch.testing.assert_close(loss.detach(), -0.5 * current[row.loss_mask].sum())
     assert gradient.tolist() == (-0.5 * row.loss_mask).tolist()
     assert not metrics
+
+
+def test_preference_loss_is_that_of_dpo_in_pairs_of_sequences_whatever_stands_elsewhere() -> None:
+    """Rafailov et al. 2023, eq. 7, pair by pair; a fifth sequence is a row's filling, without loss tokens."""
+    current, row = ragged_row(0)
+    mask = row.loss_mask & (row.sequence < 4)
+    signs = torch.where(row.sequence % 2 == 0, 1.0, -1.0).double()
+    reference = torch.where(mask, row.behaviour, torch.nan).requires_grad_()
+    shares = torch.where(mask, (1 + row.sequence // 2).double(), torch.nan)
+    leaf = torch.where(mask, current, torch.nan).requires_grad_()
+    row = replace(row, loss_mask=mask, reference=reference, advantages=signs, weights=shares)
+    loss, metrics = PreferenceLoss(0.3)(leaf, row)
+    gradient, of_reference = torch.autograd.grad(loss, [leaf, reference], allow_unused=True)
+    assert of_reference is None
+    wanted, expected = 0.0, torch.zeros_like(current)
+    right = margins = 0.0
+    for pair in (0, 1):
+        here = [mask & (row.sequence == 2 * pair + place) for place in (0, 1)]
+        gains = [float((current - row.behaviour)[each].sum()) for each in here]
+        margin, weight = 0.3 * (gains[0] - gains[1]), (1 + pair) * int((here[0] | here[1]).sum())
+        wanted += weight * math.log1p(math.exp(-margin))
+        expected[here[0]], expected[here[1]] = (sign * weight * 0.3 / (1 + math.exp(margin)) for sign in (-1, 1))
+        right, margins = right + weight * (margin > 0), margins + weight * margin
+    torch.testing.assert_close(loss.item(), wanted)
+    torch.testing.assert_close(gradient, expected)
+    found = {name: each.item() for name, each in metrics.items()}
+    assert found == pytest.approx({"preference_accuracy": right, "preference_margin": margins})
+    broken = replace(row, reference=torch.where(mask, torch.nan, 0.0))
+    assert math.isnan(PreferenceLoss(0.3)(leaf, broken)[0].item())  # so that the step is skipped

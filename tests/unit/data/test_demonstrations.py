@@ -131,6 +131,37 @@ def test_prompts_and_completions_are_learnt_with_and_without_a_template(models: 
         made_of(tokenizer, record, **(table | {"completion_field": "said"}))
 
 
+def test_the_prompt_of_a_preference_is_a_field_or_what_both_answers_begin_with(
+    models: dict[str, PromptTokenizer],
+) -> None:
+    tokenizer, asked = models["qwen2.5"], [message("user", "a"), message("assistant", "b"), message("user", "c")]
+    answers = {name: [message("assistant", text)] for name, text in (("chosen", "cat"), ("rejected", "dog"))}
+    whole = {name: [*asked, *answer] for name, answer in answers.items()}
+    table = {"completion_field": "chosen", "rejected_field": "rejected", "path": "d"}
+
+    def pair(record: dict[str, Any], **more: Any) -> list[tuple[str, str]]:
+        form = DemonstrationForm(DemonstrationsConfig.model_validate(table | more), tokenizer)
+        (found,) = form.demonstrations([Record(record, "d.jsonl:1")])
+        both = [(each.token_ids, each.token_ids[each.loss_mask]) for each in found.sequences]
+        return [tuple(tokenizer.decode(ids, keep_special_tokens=True) for ids in each) for each in both]  # type: ignore[misc]
+
+    told = tokenizer.chat_template.render(asked)
+    wanted = [(f"{told}{each}<|im_end|>", f"{each}<|im_end|>") for each in ("cat", "dog")]
+    assert pair({"prompt": asked} | answers, prompt_field="prompt") == wanted
+    assert pair(whole, prompt_template="") == wanted
+    assert pair({name: json.dumps(each) for name, each in whole.items()}, prompt_template="") == wanted
+    texts = {"chosen": "Q: a\nA: no cat", "rejected": "Q: a\nA: no cut"}
+    for (whole_text, learnt), text in zip(pair(texts, prompt_template=""), texts.values(), strict=True):
+        assert whole_text == f"{text}<|im_end|>"
+        assert f" {text[-3:]}<|im_end|>".endswith(learnt)
+    form = DemonstrationForm(DemonstrationsConfig.model_validate(table | {"prompt_template": ""}), tokenizer)
+    assert form.parts(Record(texts, "d"), "rejected_field") == [("Q: a\nA: no", False), (" cut", True)]
+    same = pair({"prompt": "a", "chosen": "b", "rejected": "b"})
+    assert same == [("ab<|im_end|>", "b<|im_end|>")] * 2
+    with pytest.raises(DataError, match=r"d\.jsonl:1: two answers that do not begin with the same prompt"):
+        pair({"chosen": "dog", "rejected": "den"}, prompt_template="")
+
+
 @pytest.mark.parametrize(
     ("record", "said"),
     [
@@ -174,6 +205,10 @@ def config_of(directory: Path, *tables: dict[str, Any], **sft: Any) -> Config:
     )
 
 
+def tokenizer_of(directory: Path) -> PromptTokenizer:
+    return PromptTokenizer(directory / "model")
+
+
 def write_numbers(file: Path, numbers: range, **more: Any) -> None:
     write_jsonl(file, [{"prompt": "a", "answer": str(number)} | more for number in numbers])
 
@@ -185,7 +220,7 @@ PLAIN = {"completion_field": "answer"}
 def read(tmp_path: Path) -> Any:
     """(Demonstration) → the number that it teaches."""
     make_chat_model(tmp_path / "model", "qwen2.5")
-    tokenizer = PromptTokenizer(tmp_path / "model")
+    tokenizer = tokenizer_of(tmp_path)
     return lambda each: int(tokenizer.decode(each.token_ids)[1:])
 
 
@@ -210,6 +245,43 @@ def test_every_epoch_learns_each_conversation_once_in_its_own_order(tmp_path: Pa
     assert [read(open_demonstrations(config).learnt(n)) for n in range(33)] == order
     other = Demonstrations(config.model_copy(update={"run": config.run.model_copy(update={"seed": 6})}), found.corpora)
     assert [read(other.learnt(n)) for n in range(11)] != epochs[0]
+
+
+def test_a_batch_holds_pairs_side_by_side_that_all_count_alike(tmp_path: Path, read: Any) -> None:
+    numbers = [(number, "1" * (1 + number)) for number in range(10)]
+    write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "yes": f"{n}", "no": f"{n}0{more}"} for n, more in numbers])
+    table = {"completion_field": "yes", "rejected_field": "no"}
+    config = config_of(tmp_path, table, loss="dpo", held_out=0.2, beta=0.3)
+    found = open_demonstrations(config)
+    assert (found.num_conversations, found.num_held_out, len(found.corpora[0])) == (8, 2, 10)
+    batches, tokenizer = SupervisedBatches(found, config, COST), tokenizer_of(tmp_path)
+    for minibatch, num_pairs in ((batches.rows(0), 4), (batches.rows(1), 4), (next(batches.held_out_rows()), 2)):
+        assert minibatch.num_samples == 2 * num_pairs
+        pairs = 0
+        for row in (row for row in minibatch.rows if row.loss_mask.any()):
+            segments = list(pairwise(row.cu_seqlens.tolist()))
+            for chosen, rejected in zip(segments[::2], segments[1::2], strict=True):
+                (mine, gains, share), (theirs, losses, also) = (
+                    (
+                        row.token_ids[begin:end],
+                        row.advantages[begin:end],
+                        row.loss_weights[segments.index((begin, end))],
+                    )
+                    for begin, end in (chosen, rejected)
+                )
+                number = [tokenizer.decode(ids).split("a")[1] for ids in (mine, theirs)]
+                assert number[1].startswith(number[0] + "0")
+                assert gains.tolist() == [0.0] * (1 + len(number[0])) + [1.0]  # what both share is not learnt
+                assert losses.tolist() == [0.0] * (1 + len(number[0])) + [-1.0] * (1 + len(number[1]) - len(number[0]))
+                assert share == also
+                weight = share * (np.count_nonzero(gains) + np.count_nonzero(losses)) * num_pairs
+                assert weight == pytest.approx(minibatch.num_loss_tokens, rel=1e-6)
+                pairs += 1
+        assert pairs == num_pairs
+    write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "yes": "1", "no": "1" * length} for length in (3, 40)])
+    with pytest.raises(DataError, match=r"d\.jsonl:2: the conversation has 42 tokens; legal: up to 32"):
+        open_demonstrations(config_of(tmp_path, table, loss="dpo"))
+    assert len(open_demonstrations(config_of(tmp_path, table, loss="dpo", too_long="drop")).corpora[0]) == 1
 
 
 def test_datasets_are_passed_over_as_often_as_they_say(tmp_path: Path, read: Any) -> None:

@@ -204,6 +204,16 @@ def test_a_reference_beside_offloaded_parameters_lies_where_they_do():
     assert rank.reference == 0 < rank.host_reference
 
 
+def test_preferences_hold_the_model_that_they_begin_with_and_adapters_none():
+    shape, config = shape_of(CONFIGS["Qwen2.5-7B"]), config_of("megatron", num_ranks=8)
+    keys = {"run.stage": "sft", "trainer.reference_memory": "device"}
+    held = [
+        plan_memory(with_values(config, {**keys, "sft.loss": loss, "lora.rank": rank}), shape)[0].reference
+        for loss, rank in (("cross_entropy", 0), ("dpo", 0), ("dpo", 8))
+    ]
+    assert held == [0, 2 * NUM_PARAMETERS["Qwen2.5-7B"], 0]
+
+
 def test_a_reference_that_does_not_fit_the_gpu_is_sent_to_the_host():
     model, shape = CONFIGS["Qwen2.5-7B"], shape_of(CONFIGS["Qwen2.5-7B"])
     config = with_reference(config_of(num_ranks=8, recompute_activations="full"), "device")

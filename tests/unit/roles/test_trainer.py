@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.algorithms.packing import FlopCost
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.data.demonstrations import Demonstration
 from rlhpc.protocol.contracts import StepResult
 from rlhpc.protocol.errors import CheckpointError, ConfigError, ProtocolError
 from rlhpc.protocol.messages import (
@@ -28,6 +32,7 @@ from rlhpc.protocol.messages import (
     StepReport,
 )
 from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
+from rlhpc.roles.controller.batch_maker import pack_demonstrations
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.trainer.models import BatchFigures, open_policy
 from rlhpc.roles.trainer.trainer import TRAINER_DIRECTORY, Trainer
@@ -88,9 +93,16 @@ def backend(tmp_path: Path) -> Iterator[Any]:
 
 
 def trainer_on(
-    backend: Any, root: Path, ear: Ear, resume_step: int | None = None, *, is_lead: bool = True, **algorithm: object
+    backend: Any,
+    root: Path,
+    ear: Ear,
+    resume_step: int | None = None,
+    *,
+    is_lead: bool = True,
+    config: Config | None = None,
+    **algorithm: object,
 ) -> Trainer:
-    config = tiny_config(root / "model")
+    config = config or tiny_config(root / "model")
     config = config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(algorithm)})
     context = RoleContext("trainer", 0, 1, 0, resume_step, "first", RunLayout(root), config, "hash")
     return Trainer(context, backend, ear if is_lead else None, ear)  # type: ignore[arg-type]
@@ -160,7 +172,7 @@ def test_a_publication_tells_how_the_published_weights_score_a_row(backend: Any,
 
 def test_rows_are_scored_by_the_policy_as_it_is_and_nothing_is_trained(backend: Any, tmp_path: Path) -> None:
     ear = Ear()
-    trainer, before = trainer_on(backend, tmp_path, ear), copied(backend)
+    trainer, before = trainer_on(backend, tmp_path, ear, config=staged(tmp_path / "model")), copied(backend)
     rows = [pack_row(draw_samples((5, 9), seed=seed)) for seed in (0, 1)]
     trainer.obey(BatchRows(3, tuple(PackedMinibatch(((row,),), num_loss_tokens([row]), 2) for row in rows)))
     [report] = ear.answers
@@ -173,8 +185,67 @@ def test_rows_are_scored_by_the_policy_as_it_is_and_nothing_is_trained(backend: 
                 logits = hf(input_ids=tokens[None]).logits[0, :-1]
             nll += float(torch.nn.functional.cross_entropy(logits, wanted[1:], reduction="sum"))
     assert (report.rows, report.num_loss_tokens) == (3, num_loss_tokens(rows))
-    assert report.nll == pytest.approx(nll, rel=1e-6)
+    assert report.loss == pytest.approx(nll, rel=1e-6)
     assert same_weights(backend, before)
+
+
+def staged(model: Path, lora: dict[str, Any] | None = None, **sft: Any) -> Config:
+    """Settings of the stage, of which the trainer reads no data."""
+    table = {"path": model, "completion_field": "a"} | ({"rejected_field": "b"} if sft else {})
+    trainer = {"backend": "reference", "token_budget": 64, "device": "cpu"}
+    return Config.model_validate(
+        {
+            "run": {"name": "staged"},
+            "model": {"path": model, "dtype": "float32"},
+            "demonstrations": [table],
+            "sft": sft,
+            "lora": lora or {},
+            "weights": {"form": "merged"} if lora else {},
+            "trainer": trainer,
+        }
+    )
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["full", "adapters"])
+def test_preferences_are_learnt_against_the_model_as_it_began(tmp_path: Path, lora: dict[str, Any]) -> None:
+    config = staged(make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), lora, loss="dpo", beta=0.5)
+    backend, ear, start = open_backend(config, RankContext()), Ear(), load_hf(tmp_path / "model").double()
+    trainer = trainer_on(backend, tmp_path, ear, config=config)
+    trainer.begin()
+    answers = [Demonstration(each.token_ids, each.loss_mask) for each in draw_samples((9, 6, 5, 11))]
+    pairs = [replace(answers[0], rejected=answers[1]), replace(answers[2], rejected=answers[3])]
+    minibatch = pack_demonstrations(pairs, token_budget=64, num_ranks=1, cost=FlopCost(1.0, 0.0))
+    for step in range(4):
+        trainer.obey(PackedBatch(step, step, (minibatch,), learning_rate=5e-3))
+    trainer.obey(BatchRows(3, (minibatch,)))
+    trainer.obey(PackedBatch(4, 4, (minibatch,), learning_rate=0.0))
+    first, *_, report, last = ear.answers[1:]
+    assert first.metrics["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert (first.metrics["preference_accuracy"], first.metrics["preference_margin"]) == (0.0, 0.0)
+    trained = load_hf(tmp_path / "model").double()
+    trained.load_state_dict({name: each.double() for name, each in backend.weights()}, strict=False)
+    backend.close()
+    margins = []
+    for pair in pairs:
+        gains = []
+        for each in pair.sequences:
+            tokens = torch.from_numpy(each.token_ids.astype(np.int64))
+            labels = torch.where(torch.from_numpy(each.loss_mask), tokens, -100)[1:]
+            with torch.no_grad():
+                nll = [
+                    torch.nn.functional.cross_entropy(
+                        hf(input_ids=tokens[None]).logits[0, :-1], labels, reduction="sum"
+                    )
+                    for hf in (start, trained)
+                ]
+            gains.append(float(nll[0] - nll[1]))
+        margins.append(0.5 * (gains[0] - gains[1]))
+    assert min(margins) > 0.1
+    wanted = [sum(math.log1p(math.exp(-each)) for each in margins), 2.0, sum(margins)]
+    found = [report.loss, report.metrics["preference_accuracy"], report.metrics["preference_margin"]]
+    assert [each / report.num_loss_tokens * 2 for each in found] == pytest.approx(wanted, rel=1e-4)
+    of_step = [last.metrics[name] for name in ("loss", "preference_accuracy", "preference_margin")]
+    assert [2 * each for each in of_step] == pytest.approx(wanted, rel=1e-4)
 
 
 def minibatches_of(
