@@ -25,13 +25,13 @@ from rlhpc.config.rules import Config
 from rlhpc.config.toml import beyond_64_bits, read_toml, shown, toml_value
 from rlhpc.protocol.errors import ConfigError
 
-COMMAND_LINE = "command line"  # whence overrides come, in messages
+COMMAND_LINE = "command line"  # source of overrides, in messages
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), whence: str = COMMAND_LINE) -> Config:
     """Read a run file and apply ``dotted.key=value`` overrides, the value in TOML syntax or a bare string.
 
-    Relative paths in the result are made absolute from the current directory.  whence: overrides come, in messages.
+    Relative paths in the result are made absolute from the current directory.  whence: source of overrides in messages.
     Raises ConfigError: file missing, not TOML, unknown key, wrong type, illegal value, keys that contradict each other.
     """
     if path.is_dir() and RunLayout(path).is_run:
@@ -59,9 +59,9 @@ def override(config: Config, words: Sequence[str]) -> Config:
 
 
 def settled(document: dict[str, Any], overrides: Sequence[str], source: str, whence: str = COMMAND_LINE) -> Config:
-    """Settings from the tables of a run file, which this changes, and overrides.
+    """Apply overrides to the tables of a run file, in place, and return the settings.
 
-    source: what faults are put down to, but for those of overrides, which have `whence`.  Raises as load_config does.
+    source: source of the tables in messages; whence: of the overrides.  Raises as load_config does.
     """
     typed = [_apply_override(document, word) for word in overrides]
     return _with_absolute_paths(_validate(document, (source, whence), typed))
@@ -81,8 +81,8 @@ def write_resolved(config: Config, layout: RunLayout, commit: str) -> None:
 def read_resolved(layout: RunLayout) -> tuple[Config, str]:
     """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered, OSError.
 
-    The hash is checked against the file as it was written: settings of another version of rlhpc are told from altered
-    ones.
+    The hash is checked against the file as written, which distinguishes altered settings from those of another version
+    of rlhpc.
     """
     try:
         document = json.loads(layout.config.read_bytes())
@@ -113,7 +113,7 @@ def _digest(settings: dict[str, Any]) -> str:
 
 
 def _apply_override(document: dict[str, Any], word: str) -> str:
-    """Returns the key that is the override's own: the first of its parts that the document had not, or the whole."""
+    """Apply an override; return the key that it added: the first part that the document lacked, or the whole key."""
     key, equals, text = word.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -135,7 +135,7 @@ def _apply_override(document: dict[str, Any], word: str) -> str:
 
 
 def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
-    """The table that the next part names by its number; where there is but one, or none yet, it needs no number."""
+    """Return the table with the number in the next part, which may be left out if there is at most one table."""
     tables += [] if tables else [{}]
     has_number = bool(rest) and rest[0].isdecimal()
     if has_number and int(rest[0]) < len(tables):
@@ -151,21 +151,21 @@ def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
 def _parse_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):  # no TOML, or what TOML's reader gives up on
+    except (ValueError, RecursionError):  # not TOML, or nested too deep for TOML's reader
         return text
 
 
 def _required(section: str) -> str:
-    """The keys of a section that have no default, with commas."""
+    """Keys of a section without a default, separated by commas."""
     return ", ".join(name for name, key in _SECTIONS[section].model_fields.items() if key.is_required())
 
 
 def fault_lines(error: ValidationError, explain: Callable[[str, ErrorDetails], str | None]) -> list[str]:
     """One line for each fault that pydantic has found: key, value and what is legal.
 
-    explain: key and fault → what the file itself has to say of it; None: what every file says.
+    explain: key and fault → the file's own message; None: the common message.
     """
-    said: dict[str, list[str]] = {}  # the same key and value twice: none of the alternatives of its type fits
+    said: dict[str, list[str]] = {}  # a key and value may come several times: no alternative of its type fits
     for detail in error.errors(include_url=False):
         key = ".".join(map(str, _place_in_file(detail["loc"])))
         if (line := explain(key, detail)) is not None:
@@ -203,14 +203,14 @@ _PATTERNS = {
     r"^[A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
 }
 MOST_HINTS = 2
-_ALIKE = 0.75  # names of sections, from here on: those of other systems are less
-OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")  # tables that no run file has
-OF_RUN_FILES = ("run", "model", "data", "admission")  # tables that no site file has, and every run file needs
-_RARE = ("evaluation", "critic", "judge", "lora", "sft", "demonstrations")  # tables that few mean, the rarest last
+_ALIKE = 0.75  # similarity at which a section's name is taken for a slip; other systems' names are below
+OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")  # tables of site files only
+OF_RUN_FILES = ("run", "model", "data", "admission")  # tables of run files only, which each of them needs
+_RARE = ("evaluation", "critic", "judge", "lora", "sft", "demonstrations")  # rarely used tables, the rarest last
 
 
 def _legal(detail: ErrorDetails) -> str:
-    """What would have been legal, in the words of a run file; pydantic's own words for a fault not listed here."""
+    """Describe the legal values in the words of a run file; in pydantic's for a fault not listed here."""
     if detail["type"] == "tuple_type" and isinstance(value := detail["input"], str | int | float):
         return f"a list: {toml_value([_number_in(value)])}"
     form, context = _LEGAL.get(detail["type"]), detail.get("ctx", {})
@@ -220,13 +220,13 @@ def _legal(detail: ErrorDetails) -> str:
 
 
 def _number_in(value: str | float) -> str | float:
-    """The number that a text holds, or else the text."""
+    """Convert a text to its number; return the text if it is none."""
     read = _parse_value(str(value))
     return read if isinstance(read, int | float) else value
 
 
 def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
-    """The place without what pydantic adds: the key of a table, and the alternative of a type that it has tried."""
+    """Remove pydantic's own parts from a place: the key of a table, and the alternative of a type that it tried."""
     *before, last = place or ("",)
     plain = place if last not in ("bool", "int", "float", "str") or len(before) < 3 else before
     added = ("[key]", "constrained-float", "constrained-int")
@@ -234,11 +234,11 @@ def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
 
 
 def _validate(document: dict[str, Any], sources: tuple[str, str], typed: Sequence[str] = ()) -> Config:
-    """sources: of the document and of overrides, in words.  typed: keys that overrides brought."""
+    """Check the document.  sources: names of the file and of the overrides.  typed: keys that overrides brought."""
     try:
         config = Config.model_validate(document)
     except ValidationError as error:
-        lacking = tuple(f"{place}: missing" for place in _misspelt(error))  # what is said of the slip is enough
+        lacking = tuple(f"{place}: missing" for place in _misspelt(error))  # the message on the misspelling suffices
         lines = [line for line in fault_lines(error, _explain) if not line.startswith(lacking)]
         faults = [_of_the_only_table(line, document) for line in lines]
     else:
@@ -250,14 +250,14 @@ def _validate(document: dict[str, Any], sources: tuple[str, str], typed: Sequenc
 
 
 def _whose(fault: str, sources: tuple[str, str], typed: Sequence[str]) -> str:
-    """Who brought the key that a fault begins with; both, where a rule sets a key of the one against one of the other.
+    """Source of the key with which a fault begins; both sources if a rule compares keys of the two.
 
     typed: keys that overrides brought.
     """
     first = re.split(r"[=: ]", fault, maxsplit=1)[0].strip("[]")
     section = Config.model_fields.get(first.partition(".")[0])
     if ": missing; " in fault and section is not None and section.is_required():
-        return sources[0]  # also where overrides alone have keys of a table that every run file needs
+        return sources[0]  # also if overrides alone have keys of a table that every run file needs
     if any(f"{first}.".startswith(f"{key}.") for key in typed):
         return sources[1]
     values = fault.partition("; legal: ")[0]
@@ -265,7 +265,7 @@ def _whose(fault: str, sources: tuple[str, str], typed: Sequence[str]) -> str:
 
 
 def _misspelt(error: ValidationError) -> Iterator[str]:
-    """Yield the keys and [sections] that unknown ones may mean, as messages have them."""
+    """Yield the keys and [sections] that unknown ones may mean, in the form of messages."""
     unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == "extra_forbidden"]
     for *within, name in (map(str, place) for place in unknown):
         if within:
@@ -275,7 +275,7 @@ def _misspelt(error: ValidationError) -> Iterator[str]:
 
 
 def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
-    """A fault in a table that may be there several times, and is there once, without its number."""
+    """Remove the number of a table from a fault if there is only one table of its kind."""
     name, number, key = [*line.split(".", 2), "", ""][:3]
     tables = document.get(name)
     return f"{name}.{key}" if number == "0" and not (isinstance(tables, list) and len(tables) > 1) else line
@@ -306,12 +306,12 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
 
 
 def _is_of_a_key(place: tuple[str | int, ...]) -> bool:
-    """Whether a fault is of one key, and not of a whole table."""
+    """Whether a fault is in one key, not in a whole table."""
     return len(place) > 1 and place[-1] in _SECTIONS[str(place[0])].model_fields
 
 
 def _unknown_section(name: str, tables: object) -> str:
-    """Say which section is meant, or what its keys are here where it is one of another system."""
+    """Describe an unknown section: the one that may be meant, or our keys for a section of another system."""
     if meant := nearest(name, _SECTIONS, cutoff=_ALIKE):
         return f"[{name}]: unknown section (did you mean [{meant[0]}]?)"
     if isinstance(tables, dict) and (theirs := section_in_words(name, tables)):
@@ -321,7 +321,7 @@ def _unknown_section(name: str, tables: object) -> str:
 
 
 def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: str) -> str:
-    """What another system has under this name is meant before what is similar."""
+    """Describe an unknown key: by another system's key of this name, else by similar keys of ours."""
     if isinstance(value, dict) and (section := section_in_words(key, value)):
         return f"{key}: unknown section, of another system; here {section}"
     found = counterpart_of(key)
@@ -334,7 +334,7 @@ def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: s
 
 
 def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
-    """Say that a key does not exist, which do, and which one may be meant: one of a similar name, or one elsewhere."""
+    """Describe an unknown key: the legal keys, and the one that may be meant, similar or in another table."""
     name = key.rpartition(".")[2]
     meant = [*nearest(name, legal), *(place for place in elsewhere if place.rpartition(".")[2] not in legal)]
     hint = f" (did you mean {' or '.join(meant[:MOST_HINTS])}?)" if meant else ""
@@ -342,9 +342,9 @@ def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequen
 
 
 def key_meant(name: str) -> str:
-    """The key of a run file that somebody means by its last word, or by that of another system; "" if none is known.
+    """Find the key of a run file by its last word, or by another system's name for it; "" if none is known.
 
-    A command in backticks where a command takes its place.
+    Returns a command in backticks if a command takes the key's place.
     """
     if name in _KEYS or (found := counterpart_of(name)) is None:
         return "".join(_places_of(name)[:1])
@@ -352,7 +352,7 @@ def key_meant(name: str) -> str:
 
 
 def _places_of(name: str) -> list[str]:
-    """Every place at which a key of this name is legal, or else of a similar one."""
+    """Return every place at which a key of this name is legal; if there is none, of a similar name."""
     keys = {f"{section}.{key}": key for section, model in _SECTIONS.items() for key in model.model_fields}
     similar = nearest(name, sorted({*keys.values()}), cutoff=0.8)
     wanted = name if name in keys.values() else similar[0] if similar else None
@@ -360,17 +360,17 @@ def _places_of(name: str) -> list[str]:
 
 
 def _keys_called(name: str) -> list[str]:
-    """Every place at which a key has exactly this name."""
+    """Return every place at which a key has exactly this name."""
     return [place for place in _places_of(name) if place.rpartition(".")[2] == name]
 
 
 def _rarity(place: str) -> int:
-    """How few mean this one, of several keys of one name."""
+    """Sort key of places with one name: the higher, the more rarely the place is meant."""
     return _RARE.index(table) + 1 if (table := place.partition(".")[0]) in _RARE else 0
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """The tables of a run file by name; [data], [evaluation], [composite.NAME] several times."""
+    """Tables of a run file by name; SEVERAL and [composite.NAME] may occur several times."""
     annotations = {name: field.annotation for name, field in Config.model_fields.items()}
     return {
         name: each
@@ -382,11 +382,11 @@ def sections() -> dict[str, type[BaseModel]]:
 
 _SECTIONS = sections()
 _KEYS = frozenset(key for model in _SECTIONS.values() for key in model.model_fields)
-SEVERAL = ("data", "evaluation", "demonstrations")  # tables that may be there several times
+SEVERAL = ("data", "evaluation", "demonstrations")  # tables that may occur several times
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Roles may run in another directory than the command."""
+    """Make paths absolute: roles may run in another directory than the command."""
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"directory": config.run_directory}),

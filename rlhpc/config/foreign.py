@@ -1,8 +1,8 @@
-"""Keys of TRL, verl and prime-rl, and what takes their place here: one table for messages and for a page.
+"""Keys of TRL, verl and prime-rl with their counterparts here: one table for messages and for a page.
 
-Input: the name of a key that a run file may not have.  Output: our key or command, or why there is none.  The names are
-those of TRL's GRPOConfig and scripts, of verl's ppo_trainer.yaml, and of prime-rl's rl.toml, whose sections are named
-from its root; configs/other_systems.md has the tables (`python -m tests.unit.test_coming_from`).
+Input: the name of an unknown key.  Output: our key or command, or why there is none.  The names are those of TRL's
+GRPOConfig and scripts, of verl's ppo_trainer.yaml, and of prime-rl's rl.toml, whose sections are named from its root;
+configs/other_systems.md has the tables (`python -m tests.unit.test_coming_from`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """What one key of another system is here."""
+    """Our counterpart of another system's key."""
 
-    ours: str  # a key of the run file, or a command; "": there is none
-    note: str = ""  # how it differs, or why there is none
+    ours: str  # key of the run file, or a command; "": no counterpart
+    note: str = ""  # difference, or why there is no counterpart
 
 
 def _none(why: str) -> Counterpart:
@@ -382,7 +382,7 @@ PRIME_RL: Mapping[str, Counterpart] = {
 }
 
 SYSTEMS: Mapping[str, Mapping[str, Counterpart]] = {"TRL": TRL, "verl": VERL, "prime-rl": PRIME_RL}
-# Names that people use for them: of other libraries, of older versions, of a habit.
+# Other names in use for our keys: from other libraries, older versions, or habit.
 USUAL: Mapping[str, Counterpart] = {
     "lr": Counterpart("trainer.learning_rate"),
     "rollouts_per_example": Counterpart("admission.group_size"),
@@ -414,14 +414,14 @@ USUAL: Mapping[str, Counterpart] = {
     "staleness": _ASYNC,
 }
 _TOO_COMMON = ("name", "type", "path", "dtype", "time", "step", "dir", "port", "file", "level", "seed", "model")
-MOST_NAMED = 12  # keys of a section of theirs that one message explains
+MOST_NAMED = 12  # keys of a foreign section that one message explains
 
 
 def counterpart_of(key: str) -> Counterpart | None:
-    """What takes the place of a key that is unknown here; None where no system has it.
+    """Return the counterpart of an unknown key; None if no system has the key.
 
-    key: with its section, as it stands in the run file.  The whole name counts before its end, and this before the last
-    word alone.
+    key: with its section, as written in the run file.  Searches for the whole name, then for its end, then for its last
+    word.
     """
     parts = key.split(".")
     for start in range(len(parts)):
@@ -434,12 +434,12 @@ def counterpart_of(key: str) -> Counterpart | None:
 
 
 def is_theirs(key: str) -> bool:
-    """Whether a key has its whole name from another system, or its last word from a habit."""
+    """Whether another system has a key of this whole name, or its last word is a habitual name."""
     return any(key in table for table in SYSTEMS.values()) or key.rpartition(".")[2] in USUAL
 
 
 def section_in_words(key: str, table: Mapping[str, object]) -> str:
-    """What each key of a whole section of theirs is here; "" where none is known."""
+    """Describe our counterpart of each key of a foreign section; "" if no key is known."""
     found = {name: counterpart_of(name) for name in _leaves(key, table)}
     said = [f"{name}: {in_words(each)}" for name, each in found.items() if each is not None]
     more = f"; and {len(said) - MOST_NAMED} more" if len(said) > MOST_NAMED else ""
@@ -449,12 +449,12 @@ def section_in_words(key: str, table: Mapping[str, object]) -> str:
 
 
 def in_words(counterpart: Counterpart) -> str:
-    """Our key or command, or that there is none and why."""
+    """Describe a counterpart: our key or command, or that there is none and why."""
     return counterpart.ours or f"no counterpart, because {counterpart.note}"
 
 
 def _named(name: str) -> Counterpart | None:
-    """What the systems have under this name, or under the shortest that ends so."""
+    """Counterpart of the other systems' key of this name, or of the shortest name that ends with it."""
     everywhere = [(theirs, found) for table in SYSTEMS.values() for theirs, found in table.items()]
     ending = [(theirs, found) for theirs, found in everywhere if f".{theirs}".endswith(f".{name}")]
     return min(ending, key=lambda each: each[0].count("."))[1] if ending else None

@@ -1,4 +1,4 @@
-"""The settings of a run: a whole run file, and what follows from several of its tables."""
+"""The settings of a run: a whole run file, with values and rules that involve several tables."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ from rlhpc.config.tables_services import (
 from rlhpc.config.tables_sft import DemonstrationsConfig, SftConfig
 from rlhpc.protocol.errors import ConfigError
 
-AUTO_PARTS = 4  # beyond them little is gained (python -m bench.admission)
+AUTO_PARTS = 4  # more parts gain little (python -m bench.admission)
 
 
 @dataclass(frozen=True, slots=True)
 class SmallestPart:
     """Smallest share of an incomplete batch that the trainer may start on."""
 
-    groups: int  # as many as a batch: steps have no parts
+    groups: int  # those of a whole batch: steps have no parts
     tokens: int = 0  # prompts included
 
 
-MOST_DATASETS = 1000  # prompts of each are numbered by the number of datasets
+MOST_DATASETS = 1000  # prompt ids of a dataset have the number of datasets as their stride
 
 
 def _as_several(value: object) -> object:
-    """A table [data] is the only dataset, [evaluation] the only evaluation."""
+    """Turn a single table [data], [evaluation] or [demonstrations] into a list of one."""
     return [value] if isinstance(value, Mapping | Section) else value
 
 
-# A run file has lists.
+# Not strict: a run file has lists, not tuples.
 Datasets = Annotated[
     tuple[DataConfig, ...], BeforeValidator(_as_several), Field(strict=False, max_length=MOST_DATASETS)
 ]
@@ -120,7 +120,7 @@ class Config(Section):
 
     @property
     def longest_conversation(self) -> int:
-        """Most tokens of a demonstration."""
+        """Limit on the tokens of a demonstration."""
         return self.sft.max_tokens or self.trainer.token_budget // (2 if self.sft.loss == "dpo" else 1)
 
     @property
@@ -130,38 +130,38 @@ class Config(Section):
 
     @property
     def has_seeded_samples(self) -> bool:
-        """Whether a sample is drawn the same wherever and whenever it is drawn again."""
+        """Whether a sample that is drawn again, anywhere and at any time, has the same tokens."""
         return self.generation.seeded_samples or self.run.deterministic
 
     @property
     def judging_tasks(self) -> tuple[str, ...]:
-        """Every reward function that judges in this run: those of evaluations last, of composites their parts."""
+        """Reward functions used in this run: composites replaced by their parts, those of evaluations last."""
         named = [*self.data_tasks, *(each.task for each in self.evaluation)]
         return tuple(dict.fromkeys(part for task in named if task for part in self.parts_of(task)))
 
     def parts_of(self, task: str) -> tuple[str, ...]:
-        """The tasks that a composite is made of; another task alone."""
+        """Tasks of which a composite is made; any other task alone."""
         composite = self.composite.get(task)
         return (task,) if composite is None else tuple(composite.tasks.values())
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic makes advantages of rewards, in the trainer."""
+        """Whether the trainer computes advantages by a critic."""
         return self.algorithm.advantage == "gae"
 
     @property
     def stepped(self) -> TrainerConfig:
-        """[trainer] with the learning rate of what is trained: of the adapters, if these have their own."""
+        """[trainer] with the learning rate in use: that of [lora] if adapters have their own."""
         rate = self.lora.learning_rate
         return self.trainer.model_copy(update={"learning_rate": rate}) if rate else self.trainer
 
     @property
     def data_tasks(self) -> tuple[str, ...]:
-        """Every reward function or composite that some dataset names."""
+        """Every reward function or composite named by a dataset."""
         return tuple(dict.fromkeys(task for dataset in self.data for task in dataset.all_tasks))
 
     def dataset_of(self, prompt_id: int) -> DataConfig:
-        """The dataset that a prompt of this run is of: prompts of D datasets have the numbers d, d + D, d + 2·D, …"""
+        """Dataset of a prompt: with D datasets, the prompts of dataset d have the ids d, d + D, d + 2·D, …"""
         return self.data[prompt_id % len(self.data)]
 
     def max_completion_tokens(self, prompt_id: int) -> int:
@@ -170,15 +170,15 @@ class Config(Section):
 
     @property
     def window_groups(self) -> int:
-        """A batch takes groups less than this many admissions past the oldest one waiting."""
+        """W: a batch takes only groups admitted fewer than W groups after the oldest waiting one."""
         return 1 if self.run.deterministic else self.admission.window
 
     @property
     def smallest_part(self) -> SmallestPart:
         """Smallest share of a batch that the trainer may start on before the batch is complete.
 
-        With admission.step_parts filled in: by default a part fills a row of every data-parallel rank.  With pipeline
-        stages there are none by default: each part fills and drains the pipeline.
+        Uses admission.step_parts with its default filled in: a part fills a row of every data-parallel rank, and steps
+        have no parts with pipeline stages, since each part fills and drains the pipeline.
         """
         admission, trainer = self.admission, self.trainer
         if admission.step_parts != "auto":
@@ -189,7 +189,7 @@ class Config(Section):
 
     @property
     def needs_whole_batch(self) -> str:
-        """A setting with which a step needs its whole batch, why, and what would be legal; "": there is none."""
+        """Describe a setting with which a step needs its whole batch, why, and legal values; "" if there is none."""
         algorithm = self.algorithm
         if self.run.deterministic:
             return (
@@ -268,7 +268,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _stage_alone(cls, document: object) -> object:
-        """What RL alone needs may be left out of a file of supervised fine-tuning."""
+        """Fill in tables that only RL needs for a file of supervised fine-tuning."""
         if not isinstance(document, dict) or not isinstance(run := document.get("run"), dict):
             return document
         is_alone = "demonstrations" in document and not document.keys() & {"data", "generation", "admission"}
@@ -293,9 +293,9 @@ _TABLES_OF_STAGE = {
 
 
 def _of_stage(sft: object, trainer: object) -> dict[str, Any]:
-    """What RL alone needs, as it stands where nothing is sampled: the sizes are those of batches and conversations.
+    """Tables that only RL needs, for a run that samples nothing: with the sizes of its batches and conversations.
 
-    sft, trainer: tables, or what a file has in their place.
+    sft, trainer: the file's values under these names, normally tables.
     """
 
     def number(table: object, key: str, default: int) -> int:
@@ -312,9 +312,9 @@ def _of_stage(sft: object, trainer: object) -> dict[str, Any]:
 
 
 def supervised(config: Config, num_conversations: int) -> Config:
-    """Settings of the stage [sft] of a run, whose name and directory end in "-sft" unless the stage is all of it.
+    """Settings of the stage [sft] of a run; name and directory end in "-sft" unless the run has no other stage.
 
-    num_conversations: of an epoch.  Raises ConfigError: the settings of the stage contradict each other.
+    num_conversations: per epoch.  Raises ConfigError: the settings of the stage contradict each other.
     """
     sft, run, directory = config.sft, config.run, config.run_directory
     steps = sft.num_steps or max(1, math.ceil(sft.epochs * num_conversations / sft.batch_size))
@@ -342,13 +342,13 @@ def supervised(config: Config, num_conversations: int) -> Config:
 
 
 def rates_of_run_files() -> dict[str, object]:
-    """Learning rates as a run file of supervised fine-tuning has them in [trainer]: at their defaults, by name."""
+    """Defaults of the learning rates of [trainer], by name: a run file of supervised fine-tuning leaves them there."""
     names = ("learning_rate", "warmup_steps", "lr_schedule", "min_learning_rate")
     return {f"trainer.{name}": TrainerConfig.model_fields[name].default for name in names}
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
-    """The settings with other values, by "section.key", of all datasets; no rule is checked."""
+    """Return the settings with other values, by "section.key"; [data] keys of all datasets.  Checks no rule."""
     for name, value in values.items():
         section, _, key = name.partition(".")
         table = getattr(config, section)

@@ -1,13 +1,13 @@
-"""What a key of the run file says of itself, beside its name, type, default and the docstring below it.
+"""Marks on keys of the run file, beside their name, type, default and docstring.
 
 A key is one field of a table:
 
     clip_high: Annotated[PositiveFloat, Usual(1e-5, 100, OF_A_RATIO), idle_with("algorithm.loss", "sapo")] = 0.28
     \"""The upper bound of the clipped ratio is 1 + clip_high.\"""
 
-Usual: values that people mean; `rlhpc check` warns of others.  only_with, idle_with: settings beside which the key does
-something, or nothing; where it does nothing, any value but its default is refused, because who sets a key expects
-something of it.  A rule is a method of the table that it is about.  Messages and configs/README.md are made from these.
+Usual: range of plausible values; `rlhpc check` warns of others.  only_with, idle_with: other settings with which the
+key has an effect, or none; where it has none, any value but its default is refused, because whoever sets a key expects
+an effect.  A rule is a method of the table whose key it checks.  Messages and configs/README.md are made from these.
 Loads without torch.
 """
 
@@ -36,7 +36,7 @@ Faults = Iterator[str]  # each names a key, its value, and what is legal
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """The values of a key that somebody has meant; what lies far outside is a slip of the exponent, or of the unit."""
+    """Range of plausible values of a key; one far outside is a slip of the exponent or of the unit."""
 
     low: float
     high: float
@@ -52,7 +52,7 @@ class Usual:
 
 @dataclass(frozen=True, slots=True)
 class AnySize:
-    """Mark of a number without a usual range: its size says nothing, or another key bounds it."""
+    """Mark of a number without a usual range: every size is plausible, or another key bounds it."""
 
 
 ANY_SIZE = AnySize()
@@ -62,10 +62,10 @@ ANY_SIZE = AnySize()
 class Idle:
     """Settings beside which a key has no effect: all of them together."""
 
-    beside: Mapping[str, tuple[object, ...]]  # key → values; of several datasets, one that has one of them counts
-    is_inverted: bool = False  # the values are those with which it has one; (): all that switch something on
+    beside: Mapping[str, tuple[object, ...]]  # key → values; of several datasets, one with such a value suffices
+    is_inverted: bool = False  # the key has an effect only with these values; (): with any value but _UNSET
     why: str = ""
-    other: str = ""  # what else would be legal, where it does not follow from the values
+    other: str = ""  # further legal settings that do not follow from the values
     accepts: tuple[object, ...] = ()  # values that are legal nevertheless, beside the default
 
     def holds(self, config: Config, table: Section) -> bool:
@@ -78,13 +78,13 @@ class Idle:
         return any(each in values for each in found) != self.is_inverted
 
     def in_words(self, config: Config, table: Section, place: str) -> str:
-        """The settings as they are, and why they leave the key without effect."""
+        """Describe the present settings, and why they leave the key without effect."""
         beside = " and ".join(_as_set(_placed(name, place), _found(config, table, name)) for name in self.beside)
         beside = f"without {beside[3:]}" if beside.startswith("no ") else f"with {beside}"
         return beside + (f": {self.why}" if self.why else "")
 
     def legal(self, config: Config, table: Section, place: str) -> str:
-        """What the other settings would have to be."""
+        """Describe the settings with which the key would have an effect."""
         if self.other:
             return self.other
         return " or ".join(
@@ -106,17 +106,17 @@ class Idle:
 
 
 def only_with(name: str, *values: object, why: str = "", other: str = "", accepts: tuple[object, ...] = ()) -> Idle:
-    """A key that does something only where another has one of these values; without values: where it is set."""
+    """Mark a key that has an effect only if another has one of these values; without values: if that is set."""
     return Idle({name: values}, True, why, other, accepts)
 
 
 def only_with_any(*names: str, why: str = "") -> Idle:
-    """A key that does something only where one of these others is set."""
+    """Mark a key that has an effect only if one of these others is set."""
     return Idle(dict.fromkeys(names, ()), True, why)
 
 
 def idle_with(name: str, *values: object, why: str = "", other: str = "", accepts: tuple[object, ...] = ()) -> Idle:
-    """A key that does nothing where another has one of these values."""
+    """Mark a key that has no effect if another has one of these values."""
     return Idle({name: values}, False, why, other, accepts)
 
 
@@ -124,7 +124,7 @@ class Section(BaseModel):
     """Base of every table of the run file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    whole_table: ClassVar[tuple[Idle, ...]] = ()  # beside which no key of the table has an effect
+    whole_table: ClassVar[tuple[Idle, ...]] = ()  # settings with which no key of the table has an effect
 
 
 TOKENS, SECONDS, BYTES = "it is in tokens", "it is in seconds", "it is in bytes"
@@ -142,13 +142,13 @@ USUAL_RATE = Usual(1e-8, 1e-2, RATE)
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
-Duration = Annotated[float, Field(ge=0.01)]  # seconds; in less, nothing that is waited for can happen
+Duration = Annotated[float, Field(ge=0.01)]  # seconds; nothing awaited can happen in less
 Arguments = dict[str, bool | int | float | str]  # keyword arguments of the user's own code
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 
 
 def _written_out(value: object) -> object:
-    """An empty text would be the current directory, ~ and $NAME a directory of that name in it."""
+    """Refuse an empty path, which would be the current directory, and ~ or $NAME, which nothing expands."""
     if isinstance(value, str):
         if not value or "\0" in value:
             raise ValueError("legal: a path")
@@ -157,18 +157,18 @@ def _written_out(value: object) -> object:
     return value
 
 
-COLDEST = 0.01  # temperature at which vLLM samples where one above 0 and below this is asked for
+COLDEST = 0.01  # vLLM samples at this temperature for any lower one above 0
 _OF_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
 LoosePath = Annotated[Path, Field(strict=False), BeforeValidator(_written_out)]  # a run file has strings
 
 
 def _absolute(value: str) -> str:
-    """Roles may run in another directory than the command."""
+    """Make a path absolute: roles may run in another directory than the command."""
     return str(Path(str(_written_out(value))).absolute()) if value else value
 
 
 def _program(value: str) -> str:
-    """A name without a directory is looked up where it runs."""
+    """Make a program's path absolute; a name without a directory is looked up on the node that runs it."""
     return _absolute(value) if "/" in value else value
 
 
@@ -182,7 +182,7 @@ MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings, characters of one
 
 
 def _can_be_found(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """An empty text stands before the first token; U+FFFD is what a decoder shows for bytes that are no character."""
+    """Refuse an empty text, which matches at once, and U+FFFD, which decoders emit for incomplete characters."""
     if len(texts) > MOST_STOPS or any(not 0 < len(text) <= LONGEST_STOP or "\ufffd" in text for text in texts):
         raise ValueError(
             f"legal: {MOST_STOPS} texts or fewer, each of 1 to {LONGEST_STOP} characters, none of them U+FFFD"
@@ -209,7 +209,7 @@ def _idle_keys(config: Config) -> Faults:
 
 
 def rule(function: Callable[[Any, Config, Keys], Faults]) -> Callable[[Any, Config, Keys], Faults]:
-    """Mark a method of a table as a rule that ties a key to others: it yields what is wrong, the key in question first.
+    """Mark a method of a table as a rule between a key and others: it yields faults, each beginning with the key.
 
     Its docstring, in Markdown, is its line in configs/README.md.
     """
@@ -218,7 +218,7 @@ def rule(function: Callable[[Any, Config, Keys], Faults]) -> Callable[[Any, Conf
 
 
 class Keys:
-    """Keys as messages have them: `key.num_steps` of the own table or `key.run.num_steps` gives "run.num_steps=4"."""
+    """Keys in the form of messages: `key.num_steps` of the own table or `key.run.num_steps` is "run.num_steps=4"."""
 
     def __init__(self, config: Config, table: Section, place: str) -> None:
         self._config, self._table, self._place = config, table, place
@@ -239,8 +239,8 @@ def rules_of(table: type[Section]) -> tuple[Callable[[Section, Config, Keys], Fa
 
 
 def faults(config: Config) -> Faults:
-    """Say of each key that contradicts others, or has no effect beside them, what would be legal."""
-    yield from _idle_keys(config)  # first: what does nothing is no matter of numbers
+    """Yield a fault for each key that contradicts others, or has no effect beside them."""
+    yield from _idle_keys(config)  # first: the value of a key without effect does not matter
     for place, table in (*tables_of(config), ("", config)):
         for each in rules_of(type(table)):
             yield from each(table, config, Keys(config, table, place))
@@ -259,12 +259,12 @@ def tables_of(config: Config) -> Iterator[tuple[str, Section]]:
 
 
 def marks_of(field: FieldInfo, kind: type[Mark]) -> tuple[Mark, ...]:
-    """What a key says of itself, of one kind: Usual, Idle."""
+    """Marks of one kind on a key: Usual, Idle."""
     return tuple(each for each in (*field.metadata, *_within(field.annotation)) if isinstance(each, kind))
 
 
 def spelt(value: object) -> str:
-    """The value of a key as messages have it."""
+    """Spell the value of a key for messages."""
     if isinstance(value, float):
         return f"{value:g}"
     return repr(str(value)) if isinstance(value, Path) else shown(value)
@@ -284,7 +284,7 @@ def _within(annotation: Any) -> Iterator[object]:
 
 
 def _found(config: Config, table: Section, name: str) -> tuple[object, ...]:
-    """The values of a key: of a table that is there several times all, or where this is one of them its own."""
+    """Values of a key: of this table if it is one of several of its kind, else of all tables of the section."""
     section, _, key = name.partition(".")
     if name == "data.task":
         return config.judging_tasks
@@ -297,7 +297,7 @@ def _found(config: Config, table: Section, name: str) -> tuple[object, ...]:
 
 
 def _placed(name: str, place: str) -> str:
-    """The name of a key, with the number of its table where it is in the same one."""
+    """Name of a key; with the number of its table if it is in the table at `place`."""
     section, _, key = name.partition(".")
     return f"{place}.{key}" if place.partition(".")[0] == section else name
 

@@ -63,15 +63,15 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=1 << 63), ANY_SIZE] = 0
     """Seed of prompt order, sampling and random initial weights."""
     stage: Literal["rl", "sft"] = "rl"
-    """What the run does: "sft" is supervised fine-tuning on [[demonstrations]], which `rlhpc sft` fills in, as it is
-    filled in for a file that has neither [data] nor [generation] nor [admission]."""
+    """"rl", or "sft" for supervised fine-tuning on [[demonstrations]], filled in by `rlhpc sft` and for a file without
+    [data], [generation] and [admission]."""
     deterministic: bool = False
     """The same run again, or interrupted and resumed, has the same batches, losses and parameters, bit for bit: weights
     change only while nothing is being sampled, samples are drawn by (seed, group, sample), kernels are deterministic
     (docs/training.md says where that holds and what it costs)."""
     log_bytes: Annotated[int, Field(ge=1 << 20), Usual(1 << 20, 1e11, BYTES)] = 1 << 27
-    """Bytes of one process's log in one attempt; of a longer one, as of a function of your own that prints in a loop,
-    the beginning and the end stay, and a line between them says how much is left out."""
+    """Limit on one process's log in one attempt; of a longer log, as of a function of your own that prints in a loop,
+    beginning and end are kept, with a line between them that says how much is left out."""
 
 
 class ModelConfig(Section):
@@ -103,7 +103,7 @@ class GenerationConfig(Section):
     max_completion_tokens: Annotated[Positive, USUAL_TOKENS]
     """Sampling stops after this many tokens."""
     temperature: Annotated[float, Field(ge=COLDEST, le=2)] = 1.0
-    """Divides the logits, in the engine and in the trainer. vLLM samples at 0.01 where less is asked for."""
+    """Divides the logits, in the engine and in the trainer; at least 0.01, the lowest at which vLLM samples."""
     stop: StopStrings = ()
     """Texts that end a completion, or a turn of a dialogue, beside the tokenizer's end tokens: ["</answer>"]. The token
     that completes one is the last that is trained; the text before it is judged, or told to the environment."""
@@ -142,7 +142,7 @@ class GenerationConfig(Section):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a prompt with its completion."""
+        """Limit on the tokens of a prompt with its completion."""
         return self.max_prompt_tokens + self.max_completion_tokens
 
     @rule
@@ -163,7 +163,7 @@ class GenerationConfig(Section):
             )
 
 
-NO_WINDOW = 1 << 30  # groups: a batch may pass whom it will, as far as the bound on staleness lets it
+NO_WINDOW = 1 << 30  # groups: a batch may skip any unfinished group within the staleness bound
 
 
 class AdmissionConfig(Section):
@@ -204,12 +204,12 @@ class AdmissionConfig(Section):
 
     @property
     def window(self) -> int:
-        """W with its default filled in, of a run that is not deterministic."""
+        """W with its default filled in, for a run that is not deterministic."""
         return self.window_groups or NO_WINDOW
 
     @property
     def num_slots(self) -> int:
-        """Groups admitted and not yet released, at most: those of S + 1 batches (docs/design.md, §4)."""
+        """Limit on groups admitted and not yet released: those of S + 1 batches (docs/design.md, §4)."""
         return (self.max_staleness + 1) * self.groups_per_step
 
     @rule
@@ -479,7 +479,7 @@ class WeightsConfig(Section):
 
     @property
     def sends_changes(self) -> bool:
-        """Whether versions may be sent as deltas; nccl and ipc send a whole one in less time than coding it takes."""
+        """Whether versions may be sent as deltas; nccl and ipc send a whole version faster than it can be coded."""
         return self.delta == "auto" and self.transport == "gloo"
 
 
@@ -545,14 +545,14 @@ class TransportConfig(Section):
 
     @property
     def heartbeat_s(self) -> float:
-        """Interval of heartbeats: one late heartbeat must not count as a death, nor a few."""
+        """Interval of heartbeats: a few late heartbeats must not count as a death."""
         return min(1.0, self.dead_after_s / 15)
 
 
 WHOLE_RECORD = "*"  # as reference_field
 MADE = "reasoning_gym"  # the task of a source
-OWN_REWARD = "environment"  # as task: the rewards of the environment's steps, and no other
-MOST_PROBLEMS = 1_000_000  # of a source
+OWN_REWARD = "environment"  # as task: only the rewards of the environment's steps
+MOST_PROBLEMS = 1_000_000  # from one source
 COMPRESSIONS = (".gz", ".zst")
 
 
@@ -624,23 +624,23 @@ class DataConfig(Section):
 
     @property
     def may_be_chat(self) -> bool:
-        """Whether the chat template may make its prompts: it makes those of prompt_field that are chat messages."""
+        """Whether prompts may use the chat template, as those of prompt_field do that are chat messages."""
         return self.use_chat_template or bool(self.prompt_field)
 
     @property
     def title(self) -> str:
-        """What it is called."""
+        """Name of the dataset in messages and TensorBoard."""
         return self.name or (title_of(self.path) if self.path is not None else self.source.rpartition(":")[2])
 
     @property
     def place(self) -> str:
-        """The place its records are from, for people."""
+        """Origin of its records, for messages: source or path."""
         return self.source or str(self.path)
 
     @model_validator(mode="before")
     @classmethod
     def _source_has_its_own_task(cls, table: object) -> object:
-        """What is made by a library has references for its scorer, unless something else is asked for."""
+        """Fill in `task` and `reference_field` for records made by a library: its own scorer, and its entries."""
         if isinstance(table, dict) and table.get("source"):
             table = {"task": MADE, **table}
             return {"reference_field": "entry", **table} if table["task"] == MADE else table
@@ -648,7 +648,7 @@ class DataConfig(Section):
 
     @property
     def all_tasks(self) -> tuple[str, ...]:
-        """Every reward function that judges some of it, OWN_REWARD where it is the environment itself."""
+        """Reward functions of this dataset's records, OWN_REWARD for the environment itself."""
         return tuple(dict.fromkeys((self.task, *self.tasks.values())))
 
     @rule

@@ -42,7 +42,7 @@ Ascending = Annotated[tuple[float, ...], Field(strict=False)]  # a run file has 
 
 
 class CurriculumConfig(Section):
-    """[curriculum]: which prompts are left out when their turn comes, by what the run remembers of them."""
+    """[curriculum]: skip prompts, or sample them more often, by their pass rates in this run."""
 
     solved_rest_epochs: Annotated[NonNegative, Usual(1, 1000, "it is in epochs of the dataset", zero=True)] = 0
     """Epochs for which a solved prompt is skipped before it is sampled again; 0: never skipped."""
@@ -78,13 +78,13 @@ class CurriculumConfig(Section):
 
     @property
     def leaves_out(self) -> bool:
-        """Whether some prompt may be left out: which one is next then depends on what was sampled before."""
+        """Whether prompts may be skipped: the next prompt then depends on rollouts sampled before."""
         rests = self.solved_rest_epochs or self.hopeless_rest_epochs
         return bool(rests or self.stages or self.target_pass_rate != "off")
 
     @property
     def goes_by_memory(self) -> bool:
-        """Whether the next prompt, or how often it is sampled, depends on what was sampled before."""
+        """Whether the next prompt, or its number of rollouts, depends on rollouts sampled before."""
         return self.leaves_out or self.max_group_size != "off"
 
     @rule
@@ -111,7 +111,7 @@ class CurriculumConfig(Section):
 
 
 class GuardConfig(Section):
-    """[guard]: what follows when the figures of optimiser steps leave their bounds."""
+    """[guard]: actions when figures of optimiser steps leave their bounds."""
 
     action: Literal["off", "warn", "tighten", "skip", "stop"] = "warn"
     """The strongest permitted action. Each includes those before it: "warn"; "tighten": admit with half of
@@ -146,8 +146,8 @@ class GuardConfig(Section):
 
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
-OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # of these, normalised over the batch by definition
-OF_REWARDS = ("reinforce_pp", "gae")  # made of the rewards themselves, not of what distinguishes them in a group
+OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # advantages normalised over the batch by definition
+OF_REWARDS = ("reinforce_pp", "gae")  # advantages of the rewards themselves, not of differences within a group
 LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
 
 
@@ -453,7 +453,7 @@ class LoraConfig(Section):
     quantization: Annotated[Literal["off", "nf4"], ADAPTED] = "off"
     """How the frozen matrices of attention and MLP are kept in the trainer: "off" in model.dtype, or "nf4" in 4 bits
     (Dettmers et al. 2023, arXiv:2305.14314) by bitsandbytes, of the extra "nf4"; embedding, head and experts stay as
-    they are. Engines hold what they unpack to, in model.dtype."""
+    they are. Engines hold the unpacked weights, in model.dtype."""
     initial: Annotated[LoosePath | None, ADAPTED] = None
     """Directory of a PEFT adapter of the same rank, alpha and layers to begin with; its dropout is ignored. Default:
     A is drawn with the variance 1 / (3 · in) of PEFT's default, and B is 0: the policy begins as model.path."""
@@ -467,7 +467,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Factor on B A: alpha / rank, or alpha / √rank with rslora."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @rule
@@ -519,7 +519,7 @@ class LoraConfig(Section):
 
 
 class ShapingConfig(Section):
-    """[shaping]: what a reward becomes before advantages are computed from it."""
+    """[shaping]: changes to rewards before advantages are computed from them."""
 
     part_weights: Annotated[
         dict[str, float], Usual(-1e4, 1e4, "advantages that are not divided by a deviation grow with it")

@@ -1,4 +1,4 @@
-"""Tables of a run file for what judges, answers or evaluates the policy; see tables.py.  Loads without torch."""
+"""Tables of a run file for rewards, environments, agents and evaluations; see tables.py.  Loads without torch."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class RewardsConfig(Section):
     and samples only a group now and then until there is a verdict. 0: it stops at once."""
 
     def timeout_of(self, task: str) -> float:
-        """Seconds in which a task has to judge a completion."""
+        """Time limit of a task for judging a completion, in seconds."""
         return self.task_timeout_s.get(task, self.timeout_s)
 
     @property
     def longest_timeout_s(self) -> float:
-        """The longest limit of all tasks."""
+        """Longest time limit of all tasks, in seconds."""
         return max(self.timeout_s, *self.task_timeout_s.values(), 0.0)
 
     @rule
@@ -142,7 +142,7 @@ class TextConfig(Section):
 
 
 class CompositeConfig(Section):
-    """[composite.NAME]: a task that is made of others."""
+    """[composite.NAME]: a task that combines others."""
 
     tasks: dict[str, str]
     """Its parts by name, as { answer = "math_answer", format = "regex" }; each is plotted as reward_part/NAME."""
@@ -157,7 +157,7 @@ class CompositeConfig(Section):
     data.reference_field = "*".  Default: all parts have the record's reference."""
 
     def weight(self, part: str) -> float:
-        """The weight by which a part's reward counts."""
+        """Factor on a part's reward in the weighted sum."""
         return self.weights.get(part, 1.0)
 
     @rule
@@ -181,7 +181,7 @@ class CompositeConfig(Section):
 
 
 class AgentConfig(Section):
-    """[agent]: who speaks to the policy in datasets with data.environment = "agent"."""
+    """[agent]: the program that converses with the policy in datasets with data.environment = "agent"."""
 
     whole_table = (only_with("data.environment", AGENT),)
 
@@ -306,7 +306,7 @@ class EnvironmentConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """[evaluation]: how good the model is on held-out data while it trains; several are a table [[evaluation]] each."""
+    """[evaluation]: figures of the model on held-out data during training; several are a table [[evaluation]] each."""
 
     path: LoosePath
     """A file or directory, as data.path."""
@@ -349,12 +349,12 @@ class EvaluationConfig(Section):
 
     @property
     def title(self) -> str:
-        """What it is called."""
+        """Name of the evaluation in files and curves."""
         return self.name or title_of(self.path)
 
     @property
     def figures(self) -> list[str]:
-        """What it says of a model."""
+        """Names of its figures."""
         majority = [f"maj@{self.samples}"] if self.samples > 1 else []
         return [*(f"pass@{k}" for k in sizes_of_sets(self.samples)), *majority, "reward"]
 
@@ -402,7 +402,7 @@ class EvaluationConfig(Section):
 
 
 def sizes_of_sets(samples: int) -> list[int]:
-    """Every k for which pass@k is told of so many samples of a prompt: 1, 2, 4, … and all of them."""
+    """Every k of the pass@k figures for this number of samples of a prompt: 1, 2, 4, … and all of them."""
     powers = [1 << exponent for exponent in range(samples.bit_length())]
     return sorted({*powers, samples})
 
@@ -527,7 +527,7 @@ class JudgeConfig(Section):
 
 Language = Literal["python", "cpp"]
 CODE_TASKS = ("code_functions", "code_stdin")
-_STDIN_TASK = "code_stdin"  # which knows more languages than Python
+_STDIN_TASK = "code_stdin"  # supports more languages than Python
 _PYTHON = "python"  # the tool
 
 
@@ -566,12 +566,12 @@ class SandboxConfig(Section):
 
     @property
     def compiles(self) -> bool:
-        """Whether it runs what has to be compiled first."""
+        """Whether a language must be compiled before it runs."""
         return "cpp" in self.languages
 
     @property
     def longest_s(self) -> float:
-        """The longest time on the clock, of one completion."""
+        """Longest wall-clock time for one completion, in seconds."""
         return self.wall_s + (2 * self.compile_s if self.compiles else 0.0)
 
     @rule
@@ -614,7 +614,7 @@ class SandboxConfig(Section):
 
 
 def runs_programs(config: Config, tasks: Sequence[str] | None = None) -> bool:
-    """Whether the reward service runs what a policy wrote; tasks: that it judges, None for those of datasets."""
+    """Whether the reward service runs programs of the policy; tasks: the judging tasks, None for those of datasets."""
     judged = config.data_tasks if tasks is None else tasks
     return _PYTHON in config.environment.tools or any(is_code(config, task) for task in judged)
 

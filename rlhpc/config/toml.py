@@ -60,7 +60,7 @@ _HABITS = (
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The tables of a file; what: "run file".  Raises ConfigError: it is missing, not UTF-8, or not TOML."""
+    """Read the tables of a file; what: "run file", for messages.  Raises ConfigError: missing, not UTF-8, not TOML."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value of a TOML file, as its author has spelt it, but for quotes; long texts are cut."""
+    """Spell a value as in the TOML file, apart from its quotes; long texts are cut."""
     match value:
         case bool():
             return str(value).lower()
@@ -101,14 +101,14 @@ def shown(value: object) -> str:
 
 
 def as_override(value: object) -> str:
-    """A value as an override on the command line has it."""
+    """Spell a value as in an override on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def toml_value(value: object) -> str:
-    """A value in TOML, on one line.  Raises ConfigError: TOML has no such value."""
+    """Spell a value in TOML, on one line.  Raises ConfigError: TOML has no such value."""
     match value:
         case bool():
             return str(value).lower()
@@ -142,7 +142,7 @@ def _decoded(content: bytes, path: Path) -> str:
 
 
 def _other_format(path: Path, text: str) -> str:
-    """The format that a whole file has in place of TOML; "" if it is TOML with a mistake."""
+    """Name the format of a file that is not TOML at all; "" if it is TOML with a mistake."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     if path.suffix == ".json" or (lines and lines[0].startswith("{")):
         return "JSON"
@@ -152,7 +152,7 @@ def _other_format(path: Path, text: str) -> str:
 
 
 def _advice(text: str, said: str) -> str:
-    """The faulty line, and what would be legal there."""
+    """Quote the faulty line, and describe what would be legal there."""
     found = _LINE.search(said)
     lines = text.split("\n")
     line = lines[int(found[1]) - 1].strip() if found else lines[-1].strip() or (lines[-2].strip() if lines[1:] else "")
@@ -182,7 +182,7 @@ def _legal_toml(line: str, said: str) -> str:
 
 
 def beyond_64_bits(values: Any, place: str = "") -> list[str]:
-    """Whole numbers that no message and no array can hold."""
+    """Faults of whole numbers beyond 64 bits, which no message and no array can hold."""
     if isinstance(values, int) and abs(values) >= 1 << 63:
         return [f"{place}={values}: legal: below 2^63"]
     within = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()

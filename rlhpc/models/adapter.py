@@ -1,8 +1,8 @@
-"""What a LoRA adapter is, without torch: which layers have one, its tensors, its PEFT directory, and its base.
+"""LoRA adapters without torch: the layers that have one, their tensors, their PEFT directory, and their base.
 
 Input: the table [lora] and the matrices of a model by the names of their modules, "model.layers.0.self_attn.q_proj".
 Output: the layers that are adapted, names and shapes of A and B, the settings of a PEFT adapter directory, and a digest
-of the frozen weights.  Trainers, exports and checks on a login node ask the same.
+of the frozen weights.  Used by trainers, exports and checks on a login node.
 
 An adapted layer computes W x + scale · B A x (Hu et al. 2021, arXiv:2106.09685), A [rank, in], B [out, rank].
 """
@@ -28,12 +28,12 @@ from rlhpc.protocol.types import TensorSpec
 ATTENTION, MLP, EXPERTS, OUTPUT = "attention", "mlp", "experts", "output"
 ROLES = (ATTENTION, MLP, EXPERTS, OUTPUT)
 HEAD_MODULE = HEAD.removesuffix(".weight")
-A, B = ".lora_A.weight", ".lora_B.weight"  # behind the name of the module
+A, B = ".lora_A.weight", ".lora_B.weight"  # suffixes to the name of the module
 Matrices = Mapping[str, tuple[int, int]]  # name of the module → (out, in)
 
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names: they choose experts
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names of layers that choose experts
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<projection>(gate|up|down)_proj)")  # a matrix of one
-_NUMBER = re.compile(r"\blayers\.(\d+)\.")  # only the head has none
+_NUMBER = re.compile(r"\blayers\.(\d+)\.")  # in every name but the head's
 
 
 def chosen_layers(settings: LoraConfig, matrices: Matrices) -> dict[str, tuple[int, int]]:
@@ -61,13 +61,13 @@ def chosen_layers(settings: LoraConfig, matrices: Matrices) -> dict[str, tuple[i
 
 
 def projection_of(module: str) -> str:
-    """Common name of a matrix of a layer's experts, "model.layers.0.mlp.experts.up_proj"; "": not an expert's."""
+    """Common name of a layer's expert matrices, "model.layers.0.mlp.experts.up_proj"; "" if not an expert's."""
     match = _EXPERT.fullmatch(module)
     return f"{match['experts']}.{match['projection']}" if match else ""
 
 
 def matrices_of(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
-    """The matrices among a checkpoint's tensors; a tied head stands under its own name, too."""
+    """Matrices among a checkpoint's tensors; a tied head is listed under its own name, too."""
     shapes = {name: tuple(shape) for name, shape in tensors.items()}
     shapes.setdefault(HEAD, shapes.get(EMBEDDING, ()))
     return {
@@ -78,13 +78,13 @@ def matrices_of(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, in
 
 
 def stored_matrices(model: Path) -> dict[str, tuple[int, int]]:
-    """The matrices of a checkpoint directory, by the headers of its files.  Raises NotSafetensors, OSError."""
+    """Read the matrices of a checkpoint directory from its files' headers.  Raises NotSafetensors, OSError."""
     files = weight_files(model)
     return matrices_of({name: each.shape for file in files for name, each in read_header(file).items()})
 
 
 def _role(module: str) -> str:
-    """The role of a layer; "" for one that takes no adapter."""
+    """Role of a layer in lora.targets; "" for a layer that cannot have an adapter."""
     *path, last = module.split(".")
     if module == HEAD_MODULE:
         return OUTPUT
@@ -103,7 +103,7 @@ def is_quantised(module: str) -> bool:
 
 
 def _is_meant(module: str, target: str) -> bool:
-    """A role, or as PEFT reads its target_modules: the whole name of a module, or its last parts."""
+    """Whether a target names a module: by role, or like PEFT's target_modules by its whole name or last parts."""
     return _role(module) == target if target in ROLES else module == target or module.endswith(f".{target}")
 
 
@@ -112,7 +112,7 @@ def _last_parts(modules: Iterable[str]) -> list[str]:
 
 
 def refuse_merged_tied_head(config: Config, layers: Collection[str], *, is_tied: bool) -> None:
-    """Raises ConfigError if a version would need a head that the model does not have apart from its embedding."""
+    """Raise ConfigError if versions would need a head of their own and the model ties it to its embedding."""
     if is_tied and HEAD_MODULE in layers and config.weights.form == "merged":
         raise ConfigError(
             f"weights.form='merged' with lora.targets={list(config.lora.targets)}: the head of this model is its "
@@ -120,8 +120,8 @@ def refuse_merged_tied_head(config: Config, layers: Collection[str], *, is_tied:
         )
 
 
-ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; adapters of a rank between are padded
-_MOST_TOKENS = 258048  # of a vocabulary whose head vLLM gives an adapter
+ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks of vLLM's slots; adapters of other ranks are padded
+_MOST_TOKENS = 258048  # largest vocabulary for which vLLM supports an adapter on the head
 
 
 def room_for(rank: int) -> int:
@@ -130,14 +130,14 @@ def room_for(rank: int) -> int:
 
 
 def sends_adapters(config: Config) -> bool:
-    """Whether versions are adapters, and not whole weights."""
+    """Whether versions are adapters instead of whole weights."""
     return config.lora.rank > 0 and config.weights.form == "adapter"
 
 
 def refuse_unserved_adapters(
     config: Config, layers: Collection[str], model: Mapping[str, Any], *, device: str = ""
 ) -> None:
-    """Raises ConfigError, with the way out, if versions are adapters that vLLM does not hold (0.26 to 0.32, as read).
+    """Raise ConfigError, with a remedy, if versions are adapters that vLLM cannot hold (0.26 to 0.32, by its source).
 
     model: its config.json.  device: "cpu" or "cuda", of the engine; "": not known.
     """
@@ -161,7 +161,7 @@ def refuse_unserved_adapters(
 
 
 def refuse_idle_stages(config: Config, layers: Collection[str], num_layers: int) -> None:
-    """Raises ConfigError if a stage of Megatron's pipeline, or a chunk of its layers, would have nothing to train."""
+    """Raise ConfigError if a stage of Megatron's pipeline, or a chunk of its layers, would have nothing to train."""
     trainer = config.trainer
     num_blocks = trainer.pipeline_parallel * trainer.chunks_per_stage
     per_block = num_layers // num_blocks
@@ -177,7 +177,7 @@ def refuse_idle_stages(config: Config, layers: Collection[str], num_layers: int)
 
 
 def adapter_specs(layers: Matrices, rank: int) -> tuple[TensorSpec, ...]:
-    """A and B of each layer, in the order in which a version, a checkpoint and an export have them."""
+    """A and B of each layer, in the order of versions, checkpoints and exports."""
     return tuple(
         spec
         for name, (rows, columns) in layers.items()
@@ -189,7 +189,7 @@ def adapter_specs(layers: Matrices, rank: int) -> tuple[TensorSpec, ...]:
 
 
 def record_of(settings: LoraConfig, base: str) -> dict[str, Any]:
-    """What a checkpoint notes of its adapters besides their tensors, by key of [lora]; "base": digest of the base."""
+    """Adapter settings for a checkpoint, by key of [lora], and the digest of the base under "base"."""
     return {
         "rank": settings.rank,
         "alpha": settings.alpha,
@@ -201,7 +201,7 @@ def record_of(settings: LoraConfig, base: str) -> dict[str, Any]:
 
 
 def settings_of(record: Mapping[str, Any]) -> LoraConfig:
-    """The settings by which the adapters of a checkpoint were trained: the inverse of record_of."""
+    """Settings with which the adapters of a checkpoint were trained: the inverse of record_of."""
     return LoraConfig.model_validate({key: record[key] for key in record if key != "base"})
 
 
@@ -211,7 +211,7 @@ PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # before every name in its files
 _MATRIX = re.compile(r"\.lora_[AB]\.weight$")
 
-# Settings of a PEFT adapter that would make another function of its tensors, and their plain values.
+# Settings of a PEFT adapter that change the function of its tensors, with their neutral values.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -229,7 +229,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 
 def peft_config(settings: LoraConfig, layers: Matrices, matrices: Matrices, base: Path) -> dict[str, Any]:
-    """The content of adapter_config.json for these layers.  matrices: all of the model; base: where that is."""
+    """Content of adapter_config.json for these layers.  matrices: the model's, all; base: its directory."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -248,13 +248,13 @@ def peft_config(settings: LoraConfig, layers: Matrices, matrices: Matrices, base
 
 
 def _short_names(layers: Collection[str], matrices: Matrices) -> list[str]:
-    """The last parts of names, or whole names where those alone would name other matrices, too."""
+    """Last parts of names; whole names if the last parts would match other matrices, too."""
     names = _last_parts(layers)
     return names if {name for name in matrices if name.rpartition(".")[2] in names} == set(layers) else [*layers]
 
 
 def settings_of_peft(directory: Path, model: Path) -> LoraConfig:
-    """The settings of a PEFT adapter directory beside this model, without its place.
+    """Read the settings of a PEFT adapter directory for this model; lora.initial is left out.
 
     Raises ConfigError: it is damaged, or not of this model's layers; OSError.
     """
@@ -285,7 +285,7 @@ def settings_of_peft(directory: Path, model: Path) -> LoraConfig:
 
 
 def refuse_other_adapter(settings: LoraConfig, layers: Matrices) -> float:
-    """Raises ConfigError where the PEFT adapter at lora.initial is not one of these settings and layers.
+    """Raise ConfigError if the PEFT adapter at lora.initial does not have these settings and layers.
 
     Returns its dropout, which is not used.
     """
@@ -339,10 +339,10 @@ _SAMPLE_BYTES = 4096
 
 
 def base_digest(directory: Path) -> str:
-    """16 hexadecimal digits that differ for other weights, whatever files they are in; "" without safetensors.
+    """Digest of weights, 16 hexadecimal digits, independent of their distribution over files; "" without safetensors.
 
-    Of names, types and shapes, and of _SAMPLE_BYTES at beginning, middle and end of every tensor: another training
-    moves all of them, and 140 GB take seconds.  Raises ConfigError, OSError.
+    Covers names, types and shapes, and _SAMPLE_BYTES at beginning, middle and end of every tensor: training changes
+    all of them, and 140 GB take seconds.  Raises ConfigError, OSError.
     """
     stored = {name: (tensor, file) for file in weight_files(directory) for name, tensor in read_header(file).items()}
     digest = hashlib.sha256()
@@ -357,12 +357,12 @@ def base_digest(directory: Path) -> str:
 
 
 def base_name(settings: LoraConfig, digest: str) -> str:
-    """Name of the weights that a version is beside: their digest, and how they are quantised; "": not known."""
+    """Name of an adapter version's base: its digest, and its quantisation if any; "": not known."""
     return f"{digest}-{settings.quantization}" if digest and settings.quantization != "off" else digest
 
 
 def _samples(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    """Offset and length in the file; the whole of a small tensor."""
+    """Yield offset and length in the file of a tensor's samples; the whole of a small tensor."""
     size = tensor.end - tensor.begin
     if size <= 3 * _SAMPLE_BYTES:
         yield tensor.begin, size

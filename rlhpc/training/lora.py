@@ -1,14 +1,14 @@
-"""LoRA adapters on a model of transformers: the only parameters of it that are trained.
+"""LoRA adapters on a model of transformers; only their parameters are trained.
 
 Input: a CausalLM, the table [lora], the directory of the base.  Output: the same CausalLM, whose parameters are A and B
 of each adapted layer, in float32, and whose weights are frozen in the dtype of the forward pass.
-Guarantees: the frozen weights are never written to, whatever is merged or switched off; switched off, the model is the
-base, bit for bit.
+Guarantees: the frozen weights are never written to, also when adapters are merged or switched off; with adapters
+switched off, the model is the base, bit for bit.
 
 In this file: a base in four bits; adapters; adapters of experts.
 
-Products with A and B are in the dtype of the activations, as the engines have them, and are added to the layer's output
-in one operation; gradients of A and B are summed in float32 by whoever steps them.
+Products with A and B are in the dtype of the activations, as in the engines, and are added to the layer's output in one
+operation; the optimiser's owner sums gradients of A and B in float32.
 """
 
 from __future__ import annotations
@@ -61,33 +61,33 @@ log = logging.getLogger("rlhpc.training")
 # ---------------------------------------------------------------------------------------------------- base in four bits
 #
 # The frozen matrices of attention and MLP, packed (weights/four_bits.py).  A matrix is unpacked for each product, to
-# the same bits every time, and for each merged version that is sent; engines of adapters unpack it when they start.
+# the same bits every time, and for each merged version that is sent; engines with adapters unpack it at their start.
 
 
 class QuantisedLinear(nn.Module):
     """A linear layer whose weight is frozen and packed."""
 
     def __init__(self, layer: nn.Linear, device: torch.device) -> None:
-        """Takes over a layer in the dtype of the forward pass; its weight is packed on the device."""
+        """layer: in the dtype of the forward pass; its weight is packed on the device."""
         super().__init__()
         self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
-        # No buffers: whoever casts a module would cast the scales.
+        # Not buffers: casting the module would cast the scales.
         self.packed, self.scales = in_four_bits(layer.weight.detach().to(device))
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], unpacked anew; for reading."""
+        """Unpack the weight, [out, in]; writing to the result has no effect."""
         return unpacked(self.packed, self.scales)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Compute what nn.Linear does; nothing of the unpacked weight is kept for the backward pass."""
+        """Compute as nn.Linear; the unpacked weight is not kept for the backward pass."""
         multiply: Any = _FrozenProduct.apply
         product: Tensor = multiply(states, self)
         return product if self.bias is None else product + self.bias
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """states · Wᵀ, whose gradient is of the states alone."""
+    """states · Wᵀ, with a gradient for the states alone."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layer: QuantisedLinear) -> Tensor:
@@ -100,7 +100,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def quantise(model: CausalLM, device: torch.device) -> CausalLM:
-    """Pack the matrices of attention and MLP, one after the other; they are no parameters any more."""
+    """Pack the matrices of attention and MLP, one after the other; afterwards they are not parameters."""
     modules = dict(model.module.named_modules())
     for name, layer in modules.items():
         if isinstance(layer, nn.Linear) and is_quantised(name):
@@ -115,13 +115,13 @@ def quantise(model: CausalLM, device: torch.device) -> CausalLM:
 
 @dataclass(slots=True)
 class Switch:
-    """Whether the adapters of a model take part."""
+    """Switches the adapters of a model on and off."""
 
     is_on: bool = True
 
 
 class _Adapter(nn.Module):
-    """A and B of one layer; a module of its own, so that what shards parameters gathers them when it is called."""
+    """A and B of one layer; a module of its own, so that ZeRO-3 gathers them when it is called."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, switch: Switch) -> None:
         """a [rank, in], b [out, rank], float32."""
@@ -131,11 +131,11 @@ class _Adapter(nn.Module):
 
 
 class LayerAdapter(_Adapter):
-    """Adapter of a layer that is called."""
+    """Adapter of a layer whose output is computed."""
 
     def forward(self, states: Tensor, output: Tensor) -> Tensor:
         """output + scale · B A states; states [..., in], output [..., out]."""
-        if not self._switch.is_on:  # asked here: ZeRO-3 follows the order in which modules are called
+        if not self._switch.is_on:  # checked here: ZeRO-3 requires the same order of module calls every time
             return output
         low = functional.linear(states, self.lora_a.to(states.dtype))
         b = self.lora_b.to(low.dtype)
@@ -144,10 +144,10 @@ class LayerAdapter(_Adapter):
 
 
 class HeadAdapter(_Adapter):
-    """Adapter of a head whose product is never made as such (chunked_logprobs): there is no output to add to."""
+    """Adapter of a head whose logits are never materialised (chunked_logprobs): there is no output to add to."""
 
     def forward(self, hidden: Tensor, head_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """[h, scale · A h] and [W, B], whose product are the same logits; hidden [N, H], head_weight [V, H]."""
+        """[h, scale · A h] and [W, B], whose product is the adapted logits; hidden [N, H], head_weight [V, H]."""
         if not self._switch.is_on:
             return hidden, head_weight
         low = functional.linear(hidden, self.lora_a.to(hidden.dtype)) * self._scale
@@ -155,41 +155,41 @@ class HeadAdapter(_Adapter):
 
 
 class AdaptedHead(nn.Module):
-    """The function of a head that has an adapter."""
+    """The function of a head, with its adapter."""
 
     def __init__(self, function: Callable[..., Any], adapter: HeadAdapter) -> None:
         super().__init__()
         self._function, self.adapter = function, adapter
 
     def forward(self, hidden: Tensor, head_weight: Tensor, *rest: Any, **options: Any) -> Any:
-        """Call the function with what the adapter makes of its factors."""
+        """Call the function with the factors that the adapter has widened."""
         return self._function(*self.adapter(hidden, head_weight), *rest, **options)
 
 
 def _apply_adapter(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Add what an adapter makes of a layer's input to the layer's output; a forward hook."""
+    """Forward hook: add the adapter's product with the layer's input to the layer's output."""
     result: Tensor = layer.adapter(inputs[0], output)
     return result
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The adapters of one model, and the weights that they are beside."""
+    """The adapters of one model, and its frozen weights."""
 
     settings: LoraConfig
-    is_merged: bool  # what is published
+    is_merged: bool  # whether versions are whole weights, with the adapters added
     digest: str  # of the base
     layers: dict[str, tuple[int, int]]  # adapted module → (out, in), in the model's order
-    parameters: dict[str, nn.Parameter]  # A and B in turns, by their names
+    parameters: dict[str, nn.Parameter]  # A and B alternating, by their names
     specs: tuple[TensorSpec, ...]  # of `parameters`
     base_specs: tuple[TensorSpec, ...]  # of all frozen weights, in the model's order
-    base: dict[str, nn.Parameter]  # those that are not quantised, by HF name
+    base: dict[str, nn.Parameter]  # frozen weights that are not quantised, by HF name
     quantised: dict[str, QuantisedLinear] = field(default_factory=dict)  # by HF name of the weight
     switch: Switch = field(default_factory=Switch)
 
     @property
     def form(self) -> AdapterForm | None:
-        """What a manifest says of a version; None where whole weights are published."""
+        """Adapter fields of a version's manifest; None if whole weights are published."""
         return (
             None
             if self.is_merged
@@ -198,12 +198,12 @@ class Lora:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a checkpoint notes."""
+        """Adapter settings and base digest for a checkpoint (adapter.record_of)."""
         return record_of(self.settings, self.digest)
 
     @contextmanager
     def off(self, is_wanted: bool = True) -> Iterator[None]:
-        """A block in which the model is the base, if that is wanted."""
+        """Switch the adapters off within a `with` block, if is_wanted."""
         was_on, self.switch.is_on = self.switch.is_on, self.switch.is_on and not is_wanted
         try:
             yield
@@ -220,7 +220,7 @@ class Lora:
         return self.quantised[name].weight if name in self.quantised else self.base[name].detach()
 
     def whole_base(self) -> Iterator[tuple[str, Tensor]]:
-        """The frozen weights by their names on disk, on a rank that has all of them."""
+        """Yield the frozen weights by their names on disk, on a rank that has all of them."""
         for spec in self.base_specs:
             yield from named_on_disk(spec, self.frozen(spec.name))
 
@@ -230,8 +230,8 @@ class Lora:
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a version: A and B, or whole weights; not to be written to.
 
-        adapters: A and B, float32; None: `parameters`.  base: the frozen weights, in their order; None: this rank has
-        them.  Both by their names on disk.  Switched off, B is zero and whole weights are the base.
+        adapters: A and B, float32; None: `parameters`.  base: the frozen weights, in their order; None: this rank's.
+        Both by their names on disk.  With adapters switched off, B is zero and whole weights are the base.
         """
         if adapters is None:
             views = (named_on_disk(spec, self.parameters[spec.name].detach()) for spec in self.specs)
@@ -250,7 +250,7 @@ class Lora:
 
 
 class AdapterReference(HeldParameters):
-    """The reference of adapters: the model without them where they did nothing yet, else a copy of A and B."""
+    """The reference of adapters: the model without them if every B is zero when it is held, else a copy of A and B."""
 
     def __init__(
         self,
@@ -258,14 +258,14 @@ class AdapterReference(HeldParameters):
         live: Callable[[], Sequence[Tensor]],
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """live, around: as for HeldParameters; what this rank has of lora.parameters, in their order."""
+        """live, around: as for HeldParameters; live: this rank's part of lora.parameters, in their order."""
         super().__init__(live, around)
         self._lora, self._is_base = lora, False
 
     def hold(self, memory: str) -> None:
-        """See HeldParameters; nothing is copied while every B is zero, on all ranks.  A collective."""
+        """See HeldParameters; nothing is copied while every B is zero, on all ranks.  Collective."""
         live = self._live()
-        is_zero = not any(bool(b.any()) for b in live[1::2])  # A and B take turns
+        is_zero = not any(bool(b.any()) for b in live[1::2])  # A and B alternate
         self._is_base = all_ranks_agree(is_zero, live[0].device)
         if self._is_base:
             self.release()
@@ -280,9 +280,9 @@ class AdapterReference(HeldParameters):
 
 
 def load_policy(config: Config, device: torch.device, *, has_value_head: bool = False) -> tuple[CausalLM, Lora | None]:
-    """Load the model of a run, or its critic, in float32; a model with adapters in model.dtype, and these.
+    """Load the model of a run, or its critic, in float32; with adapters in model.dtype, and return the adapters, too.
 
-    Raises ConfigError for a model that cannot be trained here, or that [lora] does not fit.
+    Raises ConfigError for a model that cannot be trained here, or that does not fit [lora].
     """
     if not config.lora.rank:
         return load_trained(config, device, has_value_head=has_value_head), None
@@ -298,7 +298,7 @@ def load_policy(config: Config, device: torch.device, *, has_value_head: bool = 
 def with_adapters(model: CausalLM, config: Config, specs: tuple[TensorSpec, ...]) -> tuple[CausalLM, Lora]:
     """Freeze a model and give its layers adapters, in place; model: in the dtype of its forward pass.
 
-    specs: of all its weights, those that are quantised, too.
+    specs: of all its weights, quantised ones included.
     Raises ConfigError naming the key of [lora] that does not fit the model.
     """
     settings = config.lora
@@ -354,7 +354,7 @@ def _matrices(module: nn.Module) -> dict[str, tuple[int, int]]:
 def initial_tensors(
     config: Config, layers: Mapping[str, tuple[int, int]], wanted: Container[str] | None = None
 ) -> dict[str, Tensor]:
-    """A and B by their names, float32, as lora.initial has them or drawn.  wanted: names of some; None: all.
+    """A and B by their names, float32, read from lora.initial or drawn.  wanted: names to return; None: all.
 
     Raises ConfigError.
     """
@@ -364,9 +364,9 @@ def initial_tensors(
 
 
 def _drawn(config: Config, layers: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
-    """A from a normal distribution of variance 1 / (3 · in), which is that of PEFT's default, and B = 0.
+    """Draw A from a normal distribution of variance 1 / (3 · in), the variance of PEFT's default; B = 0.
 
-    A x is then as large for every rank, so that learning rates carry over.  The same in every layout.
+    The size of A x then does not depend on the rank, so that learning rates carry over.  The same in every layout.
     """
     draw = torch.Generator().manual_seed(config.run.seed)
     for spec in adapter_specs(layers, config.lora.rank):
@@ -377,7 +377,7 @@ def _drawn(config: Config, layers: Mapping[str, tuple[int, int]]) -> Iterator[tu
 
 
 def _read(settings: LoraConfig, layers: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """A and B of the adapter at lora.initial, by their names."""
+    """Read A and B of the adapter at lora.initial, by their names."""
     assert settings.initial is not None
     dropout = refuse_other_adapter(settings, layers)
     if dropout:
@@ -386,7 +386,7 @@ def _read(settings: LoraConfig, layers: Mapping[str, tuple[int, int]]) -> dict[s
 
 
 def read_adapter(directory: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Float32 tensors of a PEFT adapter directory by the names of a version.  Raises ConfigError."""
+    """Read a PEFT adapter directory: float32 tensors, by their names in a version.  Raises ConfigError."""
     file = directory / PEFT_WEIGHTS
     with TensorSource.of_files({PEFT_PREFIX + name: file for name in names}) as source:
         return {name: source.read(PEFT_PREFIX + name, dtype=torch.float32).clone() for name in names}
@@ -395,8 +395,9 @@ def read_adapter(directory: Path, names: Sequence[str]) -> dict[str, Tensor]:
 # -------------------------------------------------------------------------------------------------- adapters of experts
 #
 # transformers holds the matrices of a layer's experts in two parameters, and multiplies within one function, which is
-# replaced.  Their adapters are two parameters for each projection, A of all experts and B of all experts.
-# Legend: T tokens of a row, C of the E experts chosen for each, S = T · C pairs of the two, sorted by expert.
+# replaced here.  Adapters are two parameters for each projection: A of all experts and B of all experts.
+# Legend: T tokens of a row; C of the E experts chosen for each token; S = T · C pairs of token and expert, sorted by
+# expert.
 
 
 class ExpertsAdapter(_Adapter):
@@ -413,7 +414,7 @@ class ExpertsAdapter(_Adapter):
 def _adapt_experts(
     module: nn.Module, projection: str, settings: LoraConfig, given: Mapping[str, Tensor], switch: Switch
 ) -> ExpertsAdapter:
-    """Put an adapter beside a projection of experts; given: A and B by their names on disk."""
+    """Add an adapter to a projection of experts; given: A and B by their names on disk."""
     name, _, last = projection.rpartition(".")
     experts: Any = module.get_submodule(name)
     plain = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
@@ -435,7 +436,7 @@ def _adapt_experts(
 
 
 def _experts_with_adapters(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute [T, H] as transformers' grouped experts do.  hidden_states [T, H]; indices and weights [T, C]."""
+    """Compute [T, H] as transformers' grouped experts.  hidden_states [T, H]; indices and weights [T, C]."""
     count = top_k_index.shape[1]
     chosen, order = top_k_index.flatten().sort()
     numbers = torch.arange(len(experts.down_proj), device=chosen.device)

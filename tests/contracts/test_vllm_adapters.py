@@ -261,7 +261,7 @@ async def test_on_a_cpu_the_engine_adds_an_adapter_as_the_trainer_does(dtype: to
     expected = LayerAdapter(a, b, scale, Switch())(x.to(dtype), y.to(dtype))
     found = y.to(dtype)
     stacks = [a.to(dtype)[None, None]], [(scale * b).to(dtype)[None, None]]
-    PlainProducts(0).add_lora_linear(found, x.to(dtype), *stacks, 1.0, [80])
+    PlainProducts((0,)).add_lora_linear(found, x.to(dtype), *stacks, 1.0, [80])
     assert torch.equal(found, expected)
 
 

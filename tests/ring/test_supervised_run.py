@@ -251,7 +251,7 @@ def test_what_cannot_be_learnt_is_refused_before_anything_is_there(
 def test_a_run_that_stops_early_leaves_the_model_with_the_lowest_held_out_loss(lab: Lab) -> None:
     """At this rate each later model is worse than the first."""
     sft = {"early_stop": 2, "learning_rate": 0.5, "lr_schedule": "constant", "evaluate_every": 2}
-    layout = done(lab, "early", sft=sft, checkpoint={"every_steps": 1})
+    layout = done(lab, "stops-early", sft=sft, checkpoint={"every_steps": 1})
     summary, losses = summary_of(layout), scalars(layout, "sft/held_out_loss")
     best = losses.index(min(losses))
     assert (summary["model_step"], summary["steps"]) == (2 * (best + 1), 2 * (best + 3))

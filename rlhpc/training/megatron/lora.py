@@ -1,8 +1,9 @@
 """LoRA adapters beside Megatron's parallel layers, sharded as the layers are.
 
 Input: chunks of layers, and the HF modules that are adapted.  Output: the same chunks, whose layers add
-scale · B A x to what they compute (Hu et al. 2021, arXiv:2106.09685), and the ParameterMaps of all A and B.
-Guarantees: everything but A and B is frozen and never written to; switched off, the model is the base, bit for bit.
+scale · B A x to their outputs (Hu et al. 2021, arXiv:2106.09685), and the ParameterMaps of all A and B.
+Guarantees: all parameters but A and B are frozen and never written to; with adapters switched off, the model is the
+base, bit for bit.
 
 A layer that Megatron makes of several HF modules (q, k, v; gate, up) has an A and a B for each of them:
 
@@ -11,14 +12,15 @@ A layer that Megatron makes of several HF modules (q, k, v; gate, up) has an A a
     rows cut (COLUMNS)            A's columns cut like those of the HF matrix, B whole on every tensor rank
     an expert's                   A and B whole, on the ranks that have the expert: nothing crosses any
 
-What crosses tensor ranks is A x, `rank` numbers a token for each module:
+Tensor ranks exchange A x, `rank` numbers a token for each module:
 
-    columns cut, the head    the same on every rank; its gradient, a part on each, is summed;
-                             with sequence parallelism gathered from the ranks' tokens, its gradient reduce-scattered
-    rows cut                 a part on each rank, which are summed; with sequence parallelism reduce-scattered
+    columns cut, the head    A x is the same on every rank; its gradient, a part on each, is summed;
+                             with sequence parallelism A x is gathered over tokens, its gradient reduce-scattered
+    rows cut                 each rank has a part of A x; the parts are summed, with sequence parallelism
+                             reduce-scattered
 
-So without sequence parallelism all tensor ranks have the same gradient of what each holds whole.  With it, each has
-that of its own tokens: such parameters are marked, and Megatron sums their gradients over the tensor ranks.
+So without sequence parallelism all tensor ranks have the same gradient of a parameter that each holds whole.  With it,
+each has the gradient of its own tokens: such parameters are marked, and Megatron sums their gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ WEIGHT = ".weight"
 
 
 def adapter_maps(maps: Sequence[ParameterMap], chosen: Collection[str], rank: int) -> tuple[ParameterMap, ...]:
-    """The maps of all A and B beside the parameters of `maps`, in their order, A before B.
+    """Make the maps of A and B of all parameters in `maps`, in their order, A before B.
 
     chosen: HF modules.
     """
@@ -115,7 +117,7 @@ def _leaf(tensor: HfTensor) -> str:
 
 
 def _rows_here(base: ParameterMap, tensor: HfTensor) -> int:
-    """Rows of an HF matrix in one shard of the parameter that it is in."""
+    """Number of rows of an HF matrix in one shard of its Megatron parameter."""
     if base.kind in (Kind.COLUMNS, Kind.VOCABULARY):
         return base.shard_shape[0]
     return tensor.shape[0] // base.num_shards
@@ -134,14 +136,14 @@ class ModuleAdapter(nn.Module):
 
 
 class ParallelAdapter(nn.Module):
-    """The adapters of the HF modules that one parallel layer is made of, some of which may have none."""
+    """The adapters of the HF modules that one parallel layer combines; some modules may have none."""
 
     def __init__(
         self, layer: Any, base: ParameterMap, chosen: Collection[str], lora: Lora, device: torch.device
     ) -> None:
         """layer: a ColumnParallelLinear or RowParallelLinear; base: the map of its weight; chosen: HF modules.
 
-        A and B are uninitialised: to be filled.
+        A and B are uninitialised; _fill writes them.
         """
         super().__init__()
         self._base, self._lora, self._group = base, lora, layer.tp_group
@@ -149,7 +151,7 @@ class ParallelAdapter(nn.Module):
         self._is_cut_by_tokens = bool(layer.config.sequence_parallel) and not self._is_of_expert
         self._is_cut_by_inputs = base.kind is Kind.COLUMNS
         self._rows = [_rows_here(base, tensor) for tensor in base.tensors]
-        # Of heads that share keys the layer has q, k and v together, group by group; else one module after the other.
+        # With grouped-query attention the layer's rows are q, k, v of each group in turn; else module after module.
         self._num_groups = base.num_key_groups // base.num_shards if base.kind is Kind.QKV else 1
         for tensor, rows in zip(base.tensors, self._rows, strict=True):
             if _module(tensor) in chosen:
@@ -163,7 +165,7 @@ class ParallelAdapter(nn.Module):
         whole, cut = reversed(parts) if self._is_cut_by_inputs else parts
         set_tensor_model_parallel_attributes(cut, True, 1 if self._is_cut_by_inputs else 0, 1)
         whole.sequence_parallel = self._is_cut_by_tokens
-        if self._is_of_expert:  # as model.py marks what they are beside
+        if self._is_of_expert:  # as model.py marks the expert's weights
             set_tensor_model_parallel_attributes(whole, True, 0 if self._is_cut_by_inputs else 1, 1)
             cut.allreduce = whole.allreduce = False
 
@@ -173,14 +175,14 @@ class ParallelAdapter(nn.Module):
         return self._lora.settings.rank
 
     def adapters(self) -> Iterator[tuple[int, ModuleAdapter]]:
-        """Those that there are, each with its place among the HF modules of the layer."""
+        """Yield the existing adapters, each with its index among the HF modules of the layer."""
         for index, tensor in enumerate(self._base.tensors):
             adapter = self._modules.get(_leaf(tensor))
             if isinstance(adapter, ModuleAdapter):
                 yield index, adapter
 
     def forward(self, states: Tensor, output: Tensor) -> Tensor:
-        """output + scale · B A states, in their dtype.  states: the input of the layer, [L, 1, ...] as it has it."""
+        """output + scale · B A states, in their dtype.  states: the layer's input, [L, 1, in]."""
         adapters = list(self.adapters())
         inner = torch.split(self.inner(states), self._lora.settings.rank, -1)
         added = {
@@ -194,7 +196,7 @@ class ParallelAdapter(nn.Module):
     ) -> Tensor:
         """Compute forward for all experts of this rank at once.
 
-        all_adapters: of the same layer of each expert, this one among them; ends: see grouped_linear.
+        all_adapters: adapters of this layer in every expert, this one included; ends: see grouped_linear.
         """
         if not self._lora.switch.is_on:
             return output
@@ -208,7 +210,7 @@ class ParallelAdapter(nn.Module):
         return torch.add(output, self._side_by_side(added), alpha=self._lora.settings.scale)
 
     def inner(self, states: Tensor) -> Tensor:
-        """A states of all modules side by side, on every tensor rank that multiplies them by its B."""
+        """A states of all modules, concatenated, on every tensor rank that multiplies them by its B."""
         factors = torch.cat([adapter.lora_A.weight for _, adapter in self.adapters()])
         here = functional.linear(states, factors.to(states.dtype))
         if self._is_cut_by_inputs and self._is_cut_by_tokens:
@@ -222,7 +224,7 @@ class ParallelAdapter(nn.Module):
         return whole
 
     def _side_by_side(self, added: Mapping[int, Tensor]) -> Tensor:
-        """Lay outputs side by side as the layer has them; zeros for modules without adapter."""
+        """Concatenate outputs in the layer's order; zeros for modules without adapter."""
         if len(self._rows) == 1:
             return added[0]
         some = next(iter(added.values()))
@@ -230,13 +232,13 @@ class ParallelAdapter(nn.Module):
             added[index] if index in added else some.new_zeros(*some.shape[:-1], rows)
             for index, rows in enumerate(self._rows)
         ]
-        # Of an expert without tokens a size of -1 would not be known.
+        # The last size is computed: for an expert without tokens, -1 would be ambiguous.
         groups = [part.view(*part.shape[:-1], self._num_groups, part.shape[-1] // self._num_groups) for part in parts]
         return torch.cat(groups, -1).flatten(-2)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """A new tensor: this rank's part of the layer's weight with the adapters added in float32, in its dtype."""
+        """Return a new tensor: this rank's part of the weight plus the adapters, added in float32, in its dtype."""
         groups = weight.view(self._num_groups, -1, weight.shape[1])
         parts = list(torch.split(groups, [rows // self._num_groups for rows in self._rows], 1))
         for index, adapter in self.adapters():
@@ -247,12 +249,12 @@ class ParallelAdapter(nn.Module):
 
 
 class ParallelHeadAdapter(ParallelAdapter):
-    """The adapter of the head, whose logits are [h, scale · A h] · [W, B]ᵀ: they are never made as an output."""
+    """The adapter of the head: its logits, never materialised, are [h, scale · A h] · [W, B]ᵀ."""
 
     def widened(self, states: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """[L, H + rank] and [rows, H + rank], or the same as given if adapters are off.
+        """Return hidden as [L, H + rank] and weight as [rows, H + rank]; both unchanged if adapters are off.
 
-        states: [L, 1, H] as the last layer gives them; hidden: [L, H], the same on every tensor rank.
+        states: [L, 1, H], the last layer's output; hidden: [L, H], the same on every tensor rank.
         """
         if not self._lora.switch.is_on:
             return hidden, weight
@@ -266,11 +268,11 @@ class ParallelHeadAdapter(ParallelAdapter):
 
 @dataclass(frozen=True, slots=True)
 class RankAdapters:
-    """The adapters of a model, of which this rank holds a part."""
+    """This rank's part of the adapters of a model."""
 
-    lora: Lora  # its parameters are this rank's parts, and so is its base, which has Megatron's names
+    lora: Lora  # parameters and base are this rank's parts; the base has Megatron's names
     maps: tuple[ParameterMap, ...]  # of all A and B of the whole model
-    beside: Mapping[str, ParallelAdapter]  # this rank's, by ParameterMap.name of the weight
+    beside: Mapping[str, ParallelAdapter]  # this rank's adapters, by ParameterMap.name of the weight
 
     def weight(self, name: str, base: Tensor) -> Tensor:
         """This rank's part of a parameter of the model, merged with its adapters if they are on."""
@@ -278,16 +280,16 @@ class RankAdapters:
         return base if adapter is None else adapter.merged(base)
 
     def part(self, name: str, parameter: Tensor) -> Tensor:
-        """This rank's part of an A or a B by the name of its map; off, B is zero."""
+        """This rank's part of an A or B, by the name of its map; B is zero if adapters are off."""
         return torch.zeros_like(parameter) if name.endswith(B) and not self.lora.switch.is_on else parameter
 
 
 def attach_adapters(
     modules: Mapping[str, nn.Module], config: Config, model: Any, layout: ParallelLayout, device: torch.device
 ) -> RankAdapters:
-    """Freeze this rank's part of a model, put adapters beside its layers, and fill them.
+    """Freeze this rank's part of a model, add adapters to its layers, and fill them.
 
-    modules: of modules_of_rank.  Raises ConfigError naming the key of [lora] that does not fit model or layout.
+    modules: from modules_of_rank.  Raises ConfigError naming the key of [lora] that does not fit model or layout.
     """
     untied = copy.deepcopy(model)
     untied.tie_word_embeddings = False  # the head of a tied model may have an adapter; its embedding has none
@@ -314,7 +316,7 @@ def attach_adapters(
         frozen.requires_grad_(False)
     beside = {}
     for base in bases:
-        layer: Any = modules.get(base.name.removesuffix(WEIGHT))  # None: of another stage
+        layer: Any = modules.get(base.name.removesuffix(WEIGHT))  # None: on another pipeline stage
         if layer is not None and any(_module(tensor) in layers for tensor in base.tensors):
             kind = ParallelHeadAdapter if base.name == HEAD else ParallelAdapter
             layer.adapter = beside[base.name] = kind(layer, base, layers, lora, device)
@@ -331,7 +333,7 @@ def _is_matrix(base: ParameterMap, tensor: HfTensor) -> bool:
 
 @torch.no_grad()
 def _fill(adapters: RankAdapters, config: Config, layout: ParallelLayout) -> None:
-    """Write this rank's part of A and B, as drawn or as lora.initial has them."""
+    """Write this rank's part of A and B, drawn or read from lora.initial."""
     maps = {place.name: place for place in adapters.maps}
     parameters = {
         maps[name]: parameter
@@ -348,5 +350,5 @@ def _fill(adapters: RankAdapters, config: Config, layout: ParallelLayout) -> Non
 def _add(
     adapter: ParallelAdapter, switch: Switch, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
 ) -> tuple[Tensor, Any] | None:
-    """A forward hook of a parallel layer, which returns its output and a bias that is not added yet."""
+    """Forward hook: add the adapters to the output of a parallel layer, which returns (output, bias to be added)."""
     return (adapter(inputs[0], output[0]), output[1]) if switch.is_on else None

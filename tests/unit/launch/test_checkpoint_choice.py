@@ -555,9 +555,10 @@ def test_a_run_that_a_ghost_completes_meanwhile_is_left_as_it_is(layout_begin, m
     layout_begin.segment(0).write_bytes(b"of after the checkpoint")
     look_at_inputs = begin_attempt_module.refuse_other_inputs
 
-    def completes(*facts: Any, **more: Any) -> None:  # which takes as long as the dataset is large
-        look_at_inputs(*facts, **more)
+    def completes(*facts: Any, **more: Any) -> Any:  # which takes as long as the dataset is large
+        inputs = look_at_inputs(*facts, **more)
         layout_begin.summary.write_text("{}")
+        return inputs
 
     monkeypatch.setattr(begin_attempt_module, "refuse_other_inputs", completes)
     with pytest.raises(RunDirectoryError, match="the run is complete"):

@@ -287,7 +287,8 @@ def stop(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 print("here", file=sys.stderr, flush=True)
-time.sleep(600)
+for _ in range(6000):
+    time.sleep(0.1)  # a signal just before a sleep is handled after it
 """
     _stands_in(monkeypatch, program)
     told, is_here = list[str](), threading.Event()

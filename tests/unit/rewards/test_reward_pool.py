@@ -518,7 +518,7 @@ async def test_evaluators_share_the_workers_of_a_service(
     monkeypatch.setattr(evaluator, "open_pool", note)
     EvaluationSettings(make_config(), "a model", 1, 100, 0.0, {}).write(tmp_path)
     with pytest.raises(RoleFailed, match="that is all"):
-        await evaluator._evaluate(tmp_path, num_shares - 1, num_shares)
+        await evaluator._evaluate([tmp_path], num_shares - 1, num_shares)
     assert opened == [expected]
 
 
