@@ -495,10 +495,20 @@ class StageRecorder:
             "event_loop/lag_s": self.lag.take(),
             "wall_s": totals.wall_s,
         }
-        if self._held_out.step == step + 1 and self._held_out.loss is not None:
-            figures["sft/held_out_loss"] = self._held_out.loss
-            figures |= {f"sft/held_out_{name}": value for name, value in self._held_out.figures.items()}
+        if self._held_out.step == step + 1:
+            figures |= self._held_out_figures()
         await self._unwritten.put((record, figures))
+
+    async def evaluated(self) -> None:
+        """Write a held-out loss that is not in the record of its step, since a stop came between the two."""
+        await self._lane.run(self._recorder.step, self._held_out.step - 1, self._held_out_figures())
+
+    def _held_out_figures(self) -> dict[str, float]:
+        held_out = self._held_out
+        if held_out.loss is None:
+            return {}
+        figures = {f"sft/held_out_{name}": value for name, value in held_out.figures.items()}
+        return {"sft/held_out_loss": held_out.loss, **figures}
 
     async def run(self) -> None:
         """Write recorded steps, endlessly."""

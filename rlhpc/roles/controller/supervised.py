@@ -201,15 +201,20 @@ class SupervisedLoop:
         self,
         stop: asyncio.Event,
         record: Callable[[StepRecord], Awaitable[None]],
+        evaluated: Callable[[], Awaitable[None]],
         checkpoints: CheckpointWriter,
     ) -> None:
         """Train; save on schedule and at the end.  Returns when the last checkpoint is complete.
 
+        evaluated: called where the held-out loss of the step before the first one had to be computed again.
         Raises CheckpointError if that fails, or none succeeds for long; TrainingError, GuardStop.
         """
         self._rates.start()
         try:
-            await self._hold_out(stop)  # what a stop has interrupted
+            known = self._state.held_out.step
+            await self._hold_out(stop)  # a stop may have interrupted it
+            if self._state.held_out.step != known:
+                await evaluated()
             while not (self.is_over or stop.is_set()):
                 await self._one_step(stop, record, checkpoints)
             self._give_up()
@@ -361,7 +366,7 @@ class SupervisedController(ControllerFrame):
         if stop.is_set():
             return
         self.recorder.training_begins()
-        await self.loop.run(stop, self.recorder.record, self.checkpoints)
+        await self.loop.run(stop, self.recorder.record, self.recorder.evaluated, self.checkpoints)
 
     async def _hear(self) -> None:
         """Receive control messages of the trainer.  Waits for their channel."""
