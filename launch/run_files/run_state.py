@@ -371,7 +371,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("skipped_steps", "skipped of these: not finite, or refused", lambda v: f"{v:,.0f}"),
     ("conversations_trained", "conversations trained", lambda v: f"{v:,.0f}"),
     ("epochs", "epochs", lambda v: f"{v:.2f}"),
-    ("loss_last", "loss, last step (nats a token)", lambda v: f"{v:.4f}"),
+    ("loss_last", "loss, last step (nats)", lambda v: f"{v:.4f}"),
     ("held_out_first", "held-out loss, first", lambda v: f"{v:.4f}"),
     ("held_out_best", "held-out loss, lowest", lambda v: f"{v:.4f}"),
     ("held_out_best_step", "  after step", lambda v: f"{v:,.0f}"),
