@@ -323,6 +323,7 @@ def test_a_directory_that_others_may_change_is_refused_with_the_command_that_men
 
 
 @pytest.mark.parametrize("opened", ["checkpoints", "jobs", "config.json", "rollouts/made.jsonl", "elsewhere"])
+@pytest.mark.starts
 def test_what_others_may_change_in_a_directory_that_they_may_enter_is_refused_too(tmp_path: Path, opened: str) -> None:
     """`chmod -R g+rwX RUN`, and then `chmod go-w RUN`."""
     config = config_of(f"run.directory={tmp_path / 'run'}")

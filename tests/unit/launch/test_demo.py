@@ -395,6 +395,7 @@ def test_the_template_shows_system_message_tools_and_turns() -> None:
     assert whole.startswith(begun)  # as dialogues need it: what was sampled stays where it was
 
 
+@pytest.mark.starts
 def test_one_command_writes_a_model_for_which_check_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, run_file = tmp_path / "train.jsonl", tmp_path / "run.toml"
     data.write_text(

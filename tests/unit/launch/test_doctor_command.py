@@ -254,6 +254,7 @@ def test_what_runs_on_nodes_is_python_3_9_and_needs_nothing_installed(name):
     assert {each.split(".")[0] for each in names} <= sys.stdlib_module_names | needed
 
 
+@pytest.mark.starts
 def test_a_test_that_takes_too_long_on_a_busy_node_says_that_it_is_busy(monkeypatch):
     for load, said in ((1.0, "no result in 0 s"), (80.0, "no result in 0 s; this node is busy (load 80 on ")):
         monkeypatch.setattr(probe.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))

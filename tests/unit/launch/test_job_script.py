@@ -362,6 +362,7 @@ def test_what_makes_no_sweep_is_refused(run_file):
             sweep_of(run_file, (), seeds, sweeps)
 
 
+@pytest.mark.starts
 def test_a_dry_run_lists_all_runs_and_says_what_it_cannot_check_without_slurm(
     run_file, site_file, lab, capsys, monkeypatch
 ):
@@ -393,6 +394,7 @@ def test_a_dry_run_lists_all_runs_and_says_what_it_cannot_check_without_slurm(
      ("model.path=nomodel", {}, "nomodel")],
     ids=["partition", "time", "venv", "model"],
 )  # fmt: skip
+@pytest.mark.starts
 def test_a_dry_run_refuses_what_a_submission_refuses(
     run_file, site_file, lab, commands, capsys, override, section, line, more
 ):
@@ -414,6 +416,7 @@ def test_a_dry_run_refuses_what_a_submission_refuses(
     assert [call for call in commands.calls("sbatch") if "--test-only" not in call] == []
 
 
+@pytest.mark.starts
 def test_a_dry_run_refuses_a_directory_that_is_taken_and_tells_warnings_before_the_plan(
     run_file, site_file, lab, commands, capsys
 ):

@@ -521,6 +521,7 @@ def test_a_place_without_a_checkpoint_and_a_configuration_that_is_none_are_named
         export_hf(trained[1], trained[0], tmp_path)
 
 
+@pytest.mark.starts
 def test_an_export_in_float32_rounds_nothing_and_another_says_that_it_rounds(trained, tmp_path):
     model_dir, checkpoint_dir, weights, _ = trained
     assert export_hf(checkpoint_dir, model_dir, tmp_path / "rounded") == "bfloat16"
@@ -629,6 +630,7 @@ def test_an_evaluation_and_an_export_read_and_verify_what_they_use_alone_and_onc
         export_run(layout, tmp_path / "averaged", 1, is_average=True)
 
 
+@pytest.mark.starts
 def test_damaged_weights_are_refused_by_name_and_nothing_is_left_of_what_was_written(trained, tmp_path):
     layout = run_of(trained, tmp_path, 1, 2)
     weights = layout.checkpoint(2) / "trainer" / "weights-00001.safetensors"
