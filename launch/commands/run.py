@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             return status
         taught = with_values(config, {"model.path": RunLayout(stage.run_directory).model})
         return _run(taught, options, may_begin=True)
-    return _run(config, options)
+    return _run(stage_of(config) if config.is_supervised else config, options)
 
 
 def _stage_first(stage: Config, options: argparse.Namespace) -> int:
@@ -116,8 +116,6 @@ def run_locally(
     again: words of the command that continues the run, shown when it is stopped.
     Raises StopSignal: a signal came before the run directory was owned; it is unchanged.
     """
-    if config.is_supervised:
-        config = stage_of(config)
     layout, signals = RunLayout(config.run_directory), LocalSignals()
     owner: RunOwner | None = None
     watch = Watch(layout, sys.stderr, expected=process_names(config), is_quiet=is_quiet)

@@ -26,14 +26,14 @@ import asyncio
 import json
 import logging
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rlhpc.algorithms.packing import FlopCost, warm_up
 from rlhpc.algorithms.samples import RewardShaping
-from rlhpc.base.patience import patiently, patiently_awaited, patiently_here
+from rlhpc.base.patience import patiently, patiently_awaited
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.lost_leases import LostLeaseFile
 from rlhpc.buffer.prefixes import PartialIntake, PartialLog
@@ -64,7 +64,13 @@ from rlhpc.protocol.messages import (
 from rlhpc.rewards.outcomes import ErrorGate
 from rlhpc.roles.controller.batch_maker import TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.frame import PAUSE_COUNTS_FOR, ControllerFrame
+from rlhpc.roles.controller.frame import (
+    ANSWER_S,
+    PAUSE_COUNTS_FOR,
+    WATCH_INTERVAL_S,
+    ControllerFrame,
+    run_controller,
+)
 from rlhpc.roles.controller.guarding import GuardFile, Guarding
 from rlhpc.roles.controller.leases import AwakeClock, LeaseDispatcher, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling, PartialKeeping, PatientSealing
@@ -73,32 +79,17 @@ from rlhpc.roles.controller.run_status import StatusBoard, summarise
 from rlhpc.roles.controller.state import ControllerState, StatePart, open_controller_state
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits, open_canary, transport_choice
-from rlhpc.roles.lifecycle import RoleContext, StopRequest, run_loop
-from rlhpc.transport.open import open_server
+from rlhpc.roles.lifecycle import RoleContext, run_loop
 from rlhpc.transport.sessions import is_same_start
 
 log = logging.getLogger("rlhpc.controller")
-WATCH_INTERVAL_S = 0.5
 CLOSE_S = 15.0  # patience with a disk that refuses writes when a run fails or is stopped
-ANSWER_S = 1.0  # send timeout: the sending loop is blocked meanwhile
 OUTLIVES_CONTROLLERS = ("generator-", "reward-")  # a trainer that is taken for dead ends the attempt
 
 
 def run(context: RoleContext) -> None:
     """Run to the last step, or until asked to stop; then stop all other roles."""
-    run_loop(_control(context))
-
-
-async def _control(context: RoleContext) -> None:
-    stop = StopRequest()
-    async with AsyncExitStack() as stack:
-        channels: list[ServerChannel] = []
-        for spec in (CONTROL, LEASES, BATCHES):
-            opening = partial(open_server, spec, **context.listener)
-            channel = await patiently_here(opening, context.layout.rendezvous)
-            stack.push_async_callback(channel.close)
-            channels.append(channel)
-        await assemble(context, *channels).run_and_close(stop)
+    run_loop(run_controller(context, (CONTROL, LEASES, BATCHES), assemble))
 
 
 def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel) -> Controller:

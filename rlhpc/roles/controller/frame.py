@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from rlhpc.base.patience import patiently_here
 from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import (
     ChannelError,
@@ -25,20 +27,38 @@ from rlhpc.protocol.errors import (
     OwnershipLost,
     RunDirectoryError,
 )
-from rlhpc.protocol.messages import Heartbeat, SaveReport, StopRole, TrainerReady
+from rlhpc.protocol.messages import ChannelSpec, Heartbeat, SaveReport, StopRole, TrainerReady
 from rlhpc.roles.controller.batch_maker import RANK_0, TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.leases import AwakeClock, ProcessRegistry
 from rlhpc.roles.controller.persistence import DiskWriter
 from rlhpc.roles.controller.run_status import StatusBoard
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
+from rlhpc.transport.open import open_server
 
 log = logging.getLogger("rlhpc.controller")
 PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
 LOOK_S = 0.5  # between checks that the trainer which writes a checkpoint is alive
 FAREWELL_S = 2.0  # for StopRole to reach the others
+WATCH_INTERVAL_S = 0.5
+ANSWER_S = 1.0  # send timeout: the sending loop is blocked meanwhile
 SHOWN_S = 10.0  # to write the status that announces the end of the run
 CLOSING_S = 60.0  # to write the state that only this process has
+
+
+async def run_controller(
+    context: RoleContext, channels: Sequence[ChannelSpec], assemble: Callable[..., ControllerFrame]
+) -> None:
+    """Open the channels, assemble(context, *servers), run to the last step or until asked to stop, and close."""
+    stop = StopRequest()
+    async with AsyncExitStack() as stack:
+        servers: list[ServerChannel] = []
+        for spec in channels:
+            opening = partial(open_server, spec, **context.listener)
+            server = await patiently_here(opening, context.layout.rendezvous)
+            stack.push_async_callback(server.close)
+            servers.append(server)
+        await assemble(context, *servers).run_and_close(stop)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -10,6 +10,7 @@ The totals, which checkpoints hold, are up to date when `record` returns; event 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -223,6 +224,44 @@ class StepTimes:
         live.step_s, live.eta_s = max(self._recent_s), self._eta.remaining_s()
 
 
+class StepRecorder(ABC, Generic[Step]):
+    """Keeps the totals of a run and writes recorded steps into its event file."""
+
+    def __init__(
+        self, context: RoleContext, totals: Totals, live: LiveFigures, lane: DiskLane, clock: Clock, *, step: int
+    ) -> None:
+        """step: that this attempt begins with."""
+        self._config, self._totals, self._live, self._lane, self._clock = context.config, totals, live, lane, clock
+        self.lag = LoopLag(clock)  # of the event loop, while its run() runs
+        self._recorder = open_event_file(context, step)
+        self._times, self._wall_from = StepTimes(context.config.run.num_steps, clock), clock() - totals.wall_s
+        self._unwritten = UnwrittenSteps[Step](lane, self._write)
+        live.attempt, live.resume_step = context.attempt, context.resume_step
+
+    async def run(self) -> None:
+        """Write recorded steps, endlessly."""
+        await self._unwritten.run()
+
+    def close_totals(self) -> None:
+        """Update the seconds in the totals."""
+        self._totals.wall_s = self._clock() - self._wall_from
+
+    async def close(self) -> None:
+        """Write the steps that are left, and flush."""
+        await self._unwritten.write_all()
+        await self._lane.run(self._recorder.close)
+
+    @abstractmethod
+    def _write(self, step: Step) -> None:
+        """Write one recorded step; called in the lane."""
+
+    def _write_figures(self, record: StepRecord, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step, and the guard's note."""
+        self._recorder.step(record.report.step, figures)
+        if record.guard.text:
+            self._recorder.guard(record.report.step, record.guard.text)
+
+
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
     """A step that is recorded and not yet written."""
@@ -233,8 +272,8 @@ class _Unwritten:
     samples: list[Sample]  # empty: no completions are shown at this step
 
 
-class RunRecorder:
-    """Keeps the totals of a run and writes metrics for people."""
+class RunRecorder(StepRecorder[_Unwritten]):
+    """Records the steps of reinforcement learning."""
 
     def __init__(
         self,
@@ -249,20 +288,11 @@ class RunRecorder:
         channels: Sequence[ServerChannel],
         clock: Clock,
     ) -> None:
-        self._config, self._totals, self._live = context.config, state.totals, live
+        super().__init__(context, state.totals, live, lane, clock, step=state.step)
         self._ledger, self._prompts, self._tokenizer = state.ledger, state.prompts, state.tokenizer
         self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
-        self._channels, self._lane = channels, lane
-        self.lag = LoopLag(clock)  # of the event loop, while its run() runs
-        self._clock = clock
-        self._recorder = open_event_file(context, state.step)
-        self._generators = GeneratorMeter(registry)
-        self._times = StepTimes(context.config.run.num_steps, clock)
-        now = self._clock()
-        self._generated = Rate(RATE_WINDOW_S, now)
-        self._wall_from = now - state.totals.wall_s
-        self._unwritten = UnwrittenSteps(lane, self._write)
-        live.attempt, live.resume_step = context.attempt, context.resume_step
+        self._channels, self._generators = channels, GeneratorMeter(registry)
+        self._generated = Rate(RATE_WINDOW_S, clock())
         live.step, live.version = state.step, state.policy_version
         self._show_totals()
 
@@ -283,29 +313,14 @@ class RunRecorder:
         self._show(record, stats, figures)
         await self._unwritten.put(_Unwritten(record, stats, figures, samples))
 
-    async def run(self) -> None:
-        """Write recorded steps, endlessly."""
-        await self._unwritten.run()
-
-    def close_totals(self) -> None:
-        """Update the seconds in the totals."""
-        self._totals.wall_s = self._clock() - self._wall_from
-
-    async def close(self) -> None:
-        """Write the steps that are left, and flush."""
-        await self._unwritten.write_all()
-        await self._lane.run(self._recorder.close)
-
     # ------------------------------------------------------------------------------------------------------- internals
 
     def _write(self, step: _Unwritten) -> None:
         record, stats = step.record, step.stats
         figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
         figures |= dataset_figures(stats.groups, [dataset.title for dataset in self._config.data]) | step.figures
+        self._write_figures(record, figures)
         number = record.report.step
-        self._recorder.step(number, figures)
-        if record.guard.text:
-            self._recorder.guard(number, record.guard.text)
         if number % DETAILS_EVERY_STEPS == 0:
             for name, values in histograms(record).items():
                 self._recorder.histogram(name, number, values)
@@ -430,8 +445,8 @@ class RunRecorder:
         live.generator_tokens_per_s = figures["generator/tokens_per_s"]
 
 
-class StageRecorder:
-    """Keeps the totals of supervised fine-tuning and writes metrics for people."""
+class StageRecorder(StepRecorder[tuple[StepRecord, dict[str, float]]]):
+    """Records the steps of supervised fine-tuning."""
 
     def __init__(
         self,
@@ -446,14 +461,9 @@ class StageRecorder:
         num_conversations: int,
     ) -> None:
         """live: holds the step to begin with.  num_conversations: of an epoch."""
-        self._config, self._totals, self._live, self._held_out = context.config, totals, live, held_out
-        self._channels, self._lane, self._clock = channels, lane, clock
+        super().__init__(context, totals, live, lane, clock, step=live.step)
+        self._channels, self._held_out, live.held_out = channels, held_out, held_out
         self._epochs_a_step = context.config.sft.batch_size / num_conversations
-        self.lag = LoopLag(clock)  # of the event loop, while its run() runs
-        self._recorder = open_event_file(context, live.step)
-        self._times, self._wall_from = StepTimes(context.config.run.num_steps, clock), clock() - totals.wall_s
-        self._unwritten = UnwrittenSteps(lane, self._write)
-        live.attempt, live.resume_step, live.held_out = context.attempt, context.resume_step, held_out
         live.checkpoints_failed = totals.checkpoints_failed
 
     def training_begins(self) -> None:
@@ -510,25 +520,9 @@ class StageRecorder:
         figures = {f"sft/held_out_{name}": value for name, value in held_out.figures.items()}
         return {"sft/held_out_loss": held_out.loss, **figures}
 
-    async def run(self) -> None:
-        """Write recorded steps, endlessly."""
-        await self._unwritten.run()
-
-    def close_totals(self) -> None:
-        """Update the seconds in the totals."""
-        self._totals.wall_s = self._clock() - self._wall_from
-
-    async def close(self) -> None:
-        """Write the steps that are left, and flush."""
-        await self._unwritten.write_all()
-        await self._lane.run(self._recorder.close)
-
     def _write(self, step: tuple[StepRecord, dict[str, float]]) -> None:
         record, figures = step
-        number = record.report.step
-        self._recorder.step(number, step_figures(record, self._config.trainer.token_budget) | figures)
-        if record.guard.text:
-            self._recorder.guard(number, record.guard.text)
+        self._write_figures(record, step_figures(record, self._config.trainer.token_budget) | figures)
 
 
 def open_event_file(context: RoleContext, step: int) -> Recorder:

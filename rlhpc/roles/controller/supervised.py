@@ -18,7 +18,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 from rlhpc.algorithms.guard import StepGuard
 from rlhpc.algorithms.packing import FlopCost, warm_up
 from rlhpc.base.files import rename, sync_directory, write_atomically
-from rlhpc.base.patience import patiently, patiently_awaited, patiently_here
+from rlhpc.base.patience import patiently, patiently_awaited
 from rlhpc.config.rules import Config
 from rlhpc.data.demonstrations import open_demonstrations
 from rlhpc.protocol.contracts import Clock, ServerChannel
@@ -47,36 +47,27 @@ from rlhpc.protocol.messages import (
 from rlhpc.protocol.types import PackedBatch, PackedMinibatch
 from rlhpc.roles.controller.batch_maker import StepRecord, SupervisedBatches, TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.frame import PAUSE_COUNTS_FOR, ControllerFrame
+from rlhpc.roles.controller.frame import (
+    ANSWER_S,
+    PAUSE_COUNTS_FOR,
+    WATCH_INTERVAL_S,
+    ControllerFrame,
+    run_controller,
+)
 from rlhpc.roles.controller.guarding import GuardFile, Guarding
 from rlhpc.roles.controller.leases import AwakeClock, ProcessRegistry
 from rlhpc.roles.controller.persistence import DiskWriter
 from rlhpc.roles.controller.recorder import StageRecorder
 from rlhpc.roles.controller.run_status import HeldOutLoss, StatusBoard
 from rlhpc.roles.controller.state import STATE_FILE, LearningRates, RunProgress, Totals
-from rlhpc.roles.lifecycle import RoleContext, StopRequest, run_loop
-from rlhpc.transport.open import open_server
+from rlhpc.roles.lifecycle import RoleContext, run_loop
 
 log = logging.getLogger("rlhpc.controller")
-WATCH_INTERVAL_S = 0.5
-ANSWER_S = 1.0  # send timeout: the sending loop is blocked meanwhile
 
 
 def run(context: RoleContext) -> None:
     """Train to the last step, or until asked to stop; then stop the trainer."""
-    run_loop(_control(context))
-
-
-async def _control(context: RoleContext) -> None:
-    stop = StopRequest()
-    async with AsyncExitStack() as stack:
-        channels: list[ServerChannel] = []
-        for spec in (CONTROL, BATCHES):
-            opening = partial(open_server, spec, **context.listener)
-            channel = await patiently_here(opening, context.layout.rendezvous)
-            stack.push_async_callback(channel.close)
-            channels.append(channel)
-        await assemble(context, *channels).run_and_close(stop)
+    run_loop(run_controller(context, (CONTROL, BATCHES), assemble))
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
