@@ -156,11 +156,11 @@ def test_a_run_whose_process_is_killed_ends_as_if_nothing_had_happened(
 
 
 def test_preferences_are_learnt_and_held_out_ones_told_of_also_after_a_killing(lab: Lab) -> None:
-    """The loss of DPO over held-out pairs in batches of 20 and 10, by transformers in float64."""
+    """The loss of DPO over held-out pairs in batches of 60 and 30, by transformers in float64."""
     data, sections = lab.root / "preferences.jsonl", {}
-    data.write_text("".join(f'{{"sum": "{n}+1=", "is": "{n + 1}", "not": "{n + 1}0"}}\n' for n in range(300)))
+    data.write_text("".join(f'{{"sum": "{n}+1=", "is": "{n + 1}", "not": "{n + 1}0"}}\n' for n in range(900)))
     sections["demonstrations"] = {"path": str(data), "rejected_field": "not"}
-    sections["sft"] = {"loss": "dpo", "beta": 0.2, "batch_size": 20, "num_steps": 12}
+    sections["sft"] = {"loss": "dpo", "beta": 0.2, "batch_size": 60, "num_steps": 24}
     layout = done(lab, "preferring", **sections)
     (config, _), start, end = read_resolved(layout), load_hf(lab.model).double(), load_hf(layout.model).double()
     gains = [
@@ -168,8 +168,8 @@ def test_preferences_are_learnt_and_held_out_ones_told_of_also_after_a_killing(l
         for pair in open_demonstrations(config).held_out()
     ]
     margins = [0.2 * (chosen - rejected) for chosen, rejected in gains]
-    assert len(margins) == 30
-    wanted = [sum(math.log1p(math.exp(-each)) for each in margins) / 30, 1.0, sum(margins) / 30]
+    assert len(margins) == 90
+    wanted = [sum(math.log1p(math.exp(-each)) for each in margins) / 90, 1.0, sum(margins) / 90]
     names = ("loss", "preference_accuracy", "preference_margin")
     found = [scalars(layout, f"sft/held_out_{name}")[-1] for name in names]
     assert found == pytest.approx(wanted, rel=1e-4)
