@@ -364,6 +364,12 @@ class PassAtK:
 # The unchanged reward: for estimators whose only baseline is that of the batch (REINFORCE++).
 
 
+def nothing(rewards: Float32, lengths: Int32) -> Float32:
+    """Return 0: with "distillation" all of a token's advantage comes from the teacher (samples.py).  Raises as grpo."""
+    has_reward_variance(rewards)
+    return np.zeros_like(rewards)
+
+
 def reward_itself(rewards: Float32, lengths: Int32) -> Float32:
     """r_i.  The only AdvantageEstimator that is not zero in a zero-variance group.  Raises ValueError as the others."""
     has_reward_variance(rewards)
@@ -379,6 +385,7 @@ BY_GROUP: Mapping[str, AdvantageEstimator] = MappingProxyType(
         "rloo": rloo,
         "opo": opo,
         "reinforce_pp": reward_itself,
+        "distillation": nothing,
         "gae": reward_itself,  # the trainer's critic turns it into advantages
         "reinforce_pp_baseline": grpo_no_std,
     }

@@ -33,6 +33,7 @@ from rlhpc.config.tables_algorithm import (
     LoraConfig,
     ShapingConfig,
 )
+from rlhpc.config.tables_models import RewardModelConfig, ServiceConfig, ServiceKind
 from rlhpc.config.tables_services import (
     AgentConfig,
     CompositeConfig,
@@ -64,7 +65,7 @@ MOST_DATASETS = 1000  # prompt ids of a dataset have the number of datasets as t
 
 
 def _as_several(value: object) -> object:
-    """Turn a single table [data], [evaluation] or [demonstrations] into a list of one."""
+    """Turn a single table [data], [evaluation], [demonstrations] or [service] into a list of one."""
     return [value] if isinstance(value, Mapping | Section) else value
 
 
@@ -74,6 +75,7 @@ Datasets = Annotated[
 ]
 Demonstrations = Annotated[tuple[DemonstrationsConfig, ...], BeforeValidator(_as_several), Field(strict=False)]
 Evaluations = Annotated[tuple[EvaluationConfig, ...], BeforeValidator(_as_several), Field(strict=False)]
+Services = Annotated[tuple[ServiceConfig, ...], BeforeValidator(_as_several), Field(strict=False)]
 
 
 class Config(Section):
@@ -92,7 +94,9 @@ class Config(Section):
     instructions: InstructionsConfig = InstructionsConfig()
     math: MathConfig = MathConfig()
     text: TextConfig = TextConfig()
+    service: Services = ()
     judge: JudgeConfig = JudgeConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
     composite: dict[Name, CompositeConfig] = Field(default={})
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
@@ -133,6 +137,16 @@ class Config(Section):
         """Whether a sample that is drawn again, anywhere and at any time, has the same tokens."""
         return self.generation.seeded_samples or self.run.deterministic
 
+    def service_of(self, kind: ServiceKind, name: str = "") -> ServiceConfig | None:
+        """Return the service of this kind and name; without a name the only one of the kind; None: there is none."""
+        found = [each for each in self.service if each.kind == kind and name in ("", each.name)]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def started_services(self) -> tuple[ServiceConfig, ...]:
+        """Services that are started with the run; others run already."""
+        return () if self.is_supervised else tuple(each for each in self.service if each.path is not None)
+
     @property
     def judging_tasks(self) -> tuple[str, ...]:
         """Reward functions used in this run: composites replaced by their parts, those of evaluations last."""
@@ -159,6 +173,12 @@ class Config(Section):
     def data_tasks(self) -> tuple[str, ...]:
         """Every reward function or composite named by a dataset."""
         return tuple(dict.fromkeys(task for dataset in self.data for task in dataset.all_tasks))
+
+    def teacher_of(self, prompt_id: int) -> ServiceConfig | None:
+        """The teacher of a prompt; None: none is asked."""
+        if not self.algorithm.asks_teachers:
+            return None
+        return self.service_of("teacher", self.dataset_of(prompt_id).teacher)
 
     def dataset_of(self, prompt_id: int) -> DataConfig:
         """Dataset of a prompt: with D datasets, the prompts of dataset d have the ids d, d + D, d + 2·D, …"""
@@ -256,6 +276,27 @@ class Config(Section):
                         f"{section}.{titles.index(title)} and {section}.{place} are both called {title!r}; give one of "
                         "them another name"
                     )
+
+    @rule
+    def services_are_known(self, config: Config, key: Keys) -> Faults:
+        """`data.teacher`, `judge.service` and `reward_model.service` name a `[[service]]` of their kind; without a name
+        there is one of that kind.
+        """
+        named: list[tuple[str, str, ServiceKind]] = [
+            (f"data.{place}.teacher", each.teacher, "teacher") for place, each in enumerate(self.data) if each.teacher
+        ]
+        if self.algorithm.asks_teachers:
+            named += [
+                (f"data.{place}.teacher", "", "teacher") for place, each in enumerate(self.data) if not each.teacher
+            ]
+        if self.judge.service:
+            named.append(("judge.service", self.judge.service, "judge"))
+        if "reward_model" in self.judging_tasks:
+            named.append(("reward_model.service", self.reward_model.service, "reward"))
+        for place, name, kind in named:
+            if self.service_of(kind, name) is None:
+                legal = ", ".join(repr(each.name) for each in self.service if each.kind == kind)
+                yield f"{place}={name!r}; legal: {legal or f'a table [[service]] with kind={kind!r}'}"
 
     @rule
     def agents_are_not_evaluated(self, config: Config, key: Keys) -> Faults:

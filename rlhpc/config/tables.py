@@ -607,6 +607,9 @@ class DataConfig(Section):
     reference_field: str = "answer"
     """Field of the record that holds the reference, "reward_model.ground_truth" with a dot for each level; "*": the
     whole record; "": none, for a task that needs no reference."""
+    teacher: str = ""
+    """Name of the [[service]] of kind "teacher" for its prompts; default: the only one, where algorithm asks for a
+    teacher."""
     thinking_end: Annotated[str, only_with("data.environment", "", why="it is told whole turns")] = ""
     """Text with which the model ends its thinking, "</think>": only what follows it is judged, and nothing if it never
     comes; default: the whole completion is judged."""

@@ -145,7 +145,9 @@ class GuardConfig(Section):
             yield f"{key.min_entropy} is not below max_entropy={self.max_entropy:g}"
 
 
-ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
+ADVANTAGES = (
+    "grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae", "distillation"
+)  # fmt: skip
 OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # advantages normalised over the batch by definition
 OF_REWARDS = ("reinforce_pp", "gae")  # advantages of the rewards themselves, not of differences within a group
 LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
@@ -187,8 +189,8 @@ class AlgorithmConfig(Section):
 
     advantage: Annotated[str, AfterValidator(_one_of(ADVANTAGES))] = "grpo"
     """How rewards become advantages: "grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp",
-    "reinforce_pp_baseline", "gae" from a critic (docs/algorithms.md has the formulas), or package.module:function of
-    your own."""
+    "reinforce_pp_baseline", "gae" from a critic, "distillation" from a teacher alone (docs/algorithms.md has the
+    formulas), or package.module:function of your own."""
     advantage_arguments: Annotated[
         Arguments,
         ANY_SIZE,
@@ -203,6 +205,19 @@ class AlgorithmConfig(Section):
     """λ; 1 uses rewards alone, 0 bootstraps from the critic's value of the next token."""
     pass_k: Annotated[int, Field(gt=1), ANY_SIZE, only_with("algorithm.advantage", "pass_at_k")] = 4
     """The k of pass@k."""
+    distillation_coefficient: Annotated[
+        float,
+        Field(ge=0),
+        Usual(1e-3, 10, "an advantage is about 1", zero=True),
+        idle_with("algorithm.advantage", "distillation", why="that is all of the advantage"),
+    ] = 0.0
+    """On-policy distillation beside rewards: this times log π_teacher − log π_behaviour is added to the advantage of
+    each token; 0: no teacher."""
+    forward_kl_coefficient: Annotated[float, Field(ge=0), Usual(1e-4, 10, "a loss is about 1", zero=True)] = 0.0
+    """Coefficient in the loss of the divergence of the policy from the teacher, over the teacher's teacher_top_k most
+    likely tokens in each place; 0: none."""
+    teacher_top_k: Annotated[Positive, ANY_SIZE, only_with("algorithm.forward_kl_coefficient")] = 16
+    """Number of these tokens; a server that others run may have a limit, as vLLM's max_logprobs."""
     advantage_normalization: Annotated[
         Literal["off", "batch", "task"],
         idle_with("algorithm.advantage", *OVER_BATCH, why="it is normalised over the batch"),
@@ -271,7 +286,9 @@ class AlgorithmConfig(Section):
     kl_coefficient: Annotated[
         float, Field(ge=0), Usual(1e-6, 1, "from 1 on the policy hardly leaves its reference", zero=True)
     ] = 0.0
-    """Coefficient of the KL term towards a reference policy, the model at model.path; 0: none."""
+    """Coefficient of the KL term towards a reference policy; 0: none."""
+    kl_reference: Annotated[Literal["initial", "teacher"], WITH_KL] = "initial"
+    """The reference: the model at model.path, or the teacher of the dataset."""
     reference_every: Annotated[NonNegative, Usual(1, 1e6, "it is in policy versions", zero=True), WITH_KL] = 0
     """Policy versions after which the reference is replaced by the current policy; 0: the reference is frozen."""
     kl_in: Annotated[Literal["loss", "reward"], WITH_KL] = "loss"
@@ -306,6 +323,13 @@ class AlgorithmConfig(Section):
     def arguments_of(self, key: str) -> Arguments:
         """Keyword arguments of the user's own loss or estimator; key: as of own_formulas."""
         return self.loss_arguments if key == "algorithm.loss" else self.advantage_arguments
+
+    @property
+    def asks_teachers(self) -> bool:
+        """Whether a teacher's log-probabilities are needed of each completion."""
+        is_reference = self.kl_coefficient > 0 and self.kl_reference == "teacher"
+        in_advantage = self.advantage == "distillation" or self.distillation_coefficient > 0
+        return in_advantage or is_reference or self.forward_kl_coefficient > 0
 
     @property
     def num_optimiser_steps(self) -> int:

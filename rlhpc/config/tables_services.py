@@ -420,11 +420,13 @@ class JudgeConfig(Section):
 
     whole_table = (only_with("data.task", TASK),)
 
-    endpoint: str = ""
-    """Base URL such as "http://node7:8000/v1"; requests go to POST endpoint/chat/completions. Required by the task
-    llm_judge."""
-    model: str = ""
-    """Name of the model at the endpoint. Required."""
+    service: str = ""
+    """Name of a [[service]] of kind "judge", which is asked."""
+    endpoint: Annotated[str, only_with("judge.service", "", why="the service has an address")] = ""
+    """Instead: base URL such as "http://node7:8000/v1"; requests go to POST endpoint/chat/completions. The task
+    llm_judge requires one of both."""
+    model: Annotated[str, only_with("judge.service", "", why="the service has its model")] = ""
+    """Name of the model at the endpoint, which requires it."""
     system: str = ""
     """System message; default: none."""
     template: str = TEMPLATE
@@ -487,8 +489,11 @@ class JudgeConfig(Section):
 
     @rule
     def the_judge_has_an_endpoint(self, config: Config, key: Keys) -> Faults:
-        """`endpoint`, `model`: required by the task `llm_judge`; no API key in the URL."""
-        if TASK not in config.judging_tasks:
+        """`endpoint` and `model`, or `service`: required by the task `llm_judge`; no API key in the URL."""
+        if TASK not in config.judging_tasks or self.service:
+            return
+        if not self.endpoint and (judges := [repr(each.name) for each in config.service if each.kind == "judge"]):
+            yield f"{key}.service is missing, or {key}.endpoint; legal services: {', '.join(judges)}"
             return
         for name in ("endpoint", "model"):
             if not getattr(self, name):

@@ -386,7 +386,7 @@ class ChannelSpec:
 
 
 CONTROL = ChannelSpec(
-    "control", "controller", ("generator", "reward", "trainer"),
+    "control", "controller", ("generator", "reward", "service", "trainer"),
     (Hello, Heartbeat, WeightsLive, CanaryTaken, SaveReport),
     (StopRole, Reregister, JoinGroup, ReceiveWeights, TakeCanary, Quarantine),
     1_000,

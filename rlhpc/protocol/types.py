@@ -123,6 +123,15 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """A teacher's log-probabilities of a completion, natural log at temperature 1.  Made by a [[service]]."""
+
+    logprobs: Float32  # [Lc] of the completion's own tokens
+    top_ids: Int32  # [Lc, k] the teacher's k most likely tokens in its place, most likely first; k: teacher_top_k
+    top_logprobs: Float32  # [Lc, k] of these
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredRollout:
     """A rollout and its reward.  Made by rewards/."""
 
@@ -133,6 +142,7 @@ class ScoredRollout:
     detail: str = ""  # one line for people: what was extracted, or what went wrong
     token_rewards: dict[int, float] = field(default_factory=dict)  # completion token index → its part of the reward
     failure: str = ""  # of a VERIFIER_ERROR, its kind (rewards/outcomes.py); not kept in segments
+    teacher: TeacherScores | None = None  # None: no teacher was asked
 
 
 @dataclass(frozen=True, slots=True)

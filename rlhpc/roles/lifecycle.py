@@ -182,6 +182,7 @@ class RoleContext:
     # Owner of the run directory, in whose name this process writes; "": it outlives attempts and writes nothing.
     owner: str = ""
     code: str = ""  # digest of the code that this process runs
+    service: str = ""  # name of the [[service]] of which this process is a replica
 
     @property
     def listener(self) -> Listener:
@@ -212,9 +213,10 @@ class RoleContext:
 def parse_role(arguments: list[str]) -> RoleContext:
     """Read the command line of a role process and the run directory it names.  Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m rlhpc.roles", description=__doc__)
-    parser.add_argument("role", choices=("controller", "generator", "reward", "trainer"))
+    parser.add_argument("role", choices=("controller", "generator", "reward", "service", "trainer"))
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--service", default="", help="name of the [[service]] that this process is a replica of")
     parser.add_argument("--num-ranks", type=int, default=1)
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--resume-step", type=int, default=None)
@@ -237,6 +239,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
         meet_timeout_s=options.meet_timeout_s,
         owner=options.owner,
         code=code_digest(),
+        service=options.service,
     )
 
 

@@ -19,7 +19,7 @@ from rlhpc.protocol.messages import TOPOLOGY
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "rlhpc").rglob("*.py"), *(ROOT / "launch").rglob("*.py")])
-ROLES = {"controller", "generator", "reward", "trainer"}
+ROLES = {"controller", "generator", "reward", "service", "trainer"}
 
 # One door per library: only these packages may import it.
 DOORS = {
