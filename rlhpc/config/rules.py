@@ -319,6 +319,8 @@ class Config(Section):
             run = {**run, "stage": "sft"}
         if run.get("stage") != "sft":
             return document
+        if "demonstrations" not in document:
+            raise ValueError("run.stage='sft' without a table [[demonstrations]]; legal: one, or no run.stage")
         return _of_stage(document.get("sft"), document.get("trainer")) | document | {"run": {"num_steps": 1, **run}}
 
     @model_validator(mode="after")

@@ -31,12 +31,14 @@ from rlhpc.protocol.types import Int32, Prompt
 # The chat messages of a record, in the form that chat templates expect.
 #
 # Input: a field of a record.  Output: messages, {"role", "content"} each, content as text.  Messages come as lists of
-# objects (verl, TRL, OpenAI), with content in parts where models see pictures, or as such a list in JSON.
+# objects (verl, TRL, OpenAI), with content in parts where models see pictures, or as such a list in JSON; or as
+# {"from", "value"} each, with other names of the roles (ShareGPT).
 
 Message = dict[str, Any]
 _MAY_BE_MESSAGES = re.compile(r"\s*\[\s*\{")
 _PYTHONS = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_OF_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 
 
 def system(text: str) -> Message:
@@ -85,7 +87,7 @@ def as_conversation(value: Any) -> Any:
             read = json.loads(value)
         except (ValueError, RecursionError):
             return value
-        return read if is_conversation(read) and all("role" in each for each in read) else value
+        return read if is_conversation(read) and all({"role", "from"} & each.keys() for each in read) else value
     return value
 
 
@@ -97,6 +99,9 @@ def refuse_pythons(value: Any, source: str, name: str) -> None:
 
 def _message(value: Mapping[str, Any], where: str) -> Message:
     message: Message = without_nulls(value)
+    if "role" not in message and {"from", "value"} <= message.keys():
+        role, content = message.pop("from"), message.pop("value")
+        message |= {"role": _OF_SHAREGPT.get(role, role), "content": content}
     role = message.get("role")
     if role not in _ROLES:
         keys = ", ".join(map(repr, message)) or "none"

@@ -109,6 +109,10 @@ def test_the_stage_of_an_rl_run_is_refused_where_it_cannot_be(tmp_path: Path) ->
         loaded(tmp_path, RUN_FILE, "sft.batch_size=4")
     with pytest.raises(ConfigError, match=r"demonstrations=\[\]: legal: 1 or more"):
         loaded(tmp_path, ALONE.replace("batch_size = 8\nepochs = 2.0", ""), "demonstrations=[]")
+    with pytest.raises(
+        ConfigError, match=r"run\.stage='sft' without a table \[\[demonstrations\]\]; legal: one, or no"
+    ):
+        loaded(tmp_path, RUN_FILE, "run.stage='sft'")
 
 
 def test_preferences_have_a_reference_and_both_of_a_pair_fit_a_row(tmp_path: Path) -> None:

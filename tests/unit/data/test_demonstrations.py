@@ -84,6 +84,21 @@ def test_every_turn_is_what_a_policy_would_have_sampled(models: dict[str, Prompt
     assert tokenizer.decode(tokens, keep_special_tokens=True) == (first + second).removesuffix("\n")
 
 
+def test_messages_of_sharegpt_are_read_as_any_others(models: dict[str, PromptTokenizer]) -> None:
+    told = [("system", "a"), ("human", "b"), ("gpt", "c"), ("observation", "d"), ("gpt", "e")]
+    names = {"human": "user", "gpt": "assistant", "observation": "tool"}
+    theirs, ours = (
+        [{key: word, value: text} for word, text in messages]
+        for key, value, messages in (
+            ("from", "value", told),
+            ("role", "content", [(names.get(word, word), text) for word, text in told]),
+        )
+    )
+    wanted = made_of(models["qwen2.5"], {"messages": ours})
+    assert made_of(models["qwen2.5"], {"conversations": theirs}, messages_field="conversations") == wanted
+    assert made_of(models["qwen2.5"], {"messages": json.dumps(theirs)}) == wanted
+
+
 def test_calls_of_tools_are_learnt_as_the_template_writes_them(tmp_path: Path) -> None:
     calls = "{%- if message.tool_calls %}{{- '<tool_call>' + message.tool_calls[0].name }}{%- endif %}"
     template = QWEN25.replace(
@@ -168,7 +183,8 @@ def test_the_prompt_of_a_preference_is_a_field_or_what_both_answers_begin_with(
         ({"text": "a"}, r"d\.jsonl:1: no field 'messages', which demonstrations\.messages_field names; .* has 'text'"),
         ({"messages": "a"}, r"d\.jsonl:1: field 'messages' .* is no list of chat messages; legal: .* completion_field"),
         ({"messages": [message("user", "a")]}, r"d\.jsonl:1: no message of the assistant, which is what is learnt"),
-        ({"messages": [{"from": "human", "value": "a"}]}, r"message 1: role is None, its keys are 'from', 'value'"),
+        ({"messages": [{"from": "bing", "value": "a"}]}, r"message 1: role is 'bing', its keys are 'role', 'content'"),
+        ({"messages": [{"from": "human"}]}, r"message 1: role is None, its keys are 'from'"),
         ({"messages": [message("user", "a"), message("assistant", "b" * 99)]}, r"d\.jsonl:1: the conversation has .* "
          r'tokens; legal: up to 64, or sft\.too_long="drop" \(1 of 1 are too long'),
         ({}, r"demonstrations\.path=.*d\.jsonl has no records"),

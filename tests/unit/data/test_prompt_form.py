@@ -179,9 +179,9 @@ def test_tasks_differ_from_record_to_record(asked) -> None:
         ),
         (VERL, {"prompt_field": "reward_model"}, r"field 'reward_model' is an object .*data\.prompt_field names it"),
         (
-            {"m": [{"from": "human", "value": "x"}]},
+            {"m": [{"from": "human", "text": "x"}]},
             {"prompt_field": "m"},
-            r"train\.parquet:7: field 'm', message 1: role is None, its keys are 'from', 'value'; legal: 'system'",
+            r"train\.parquet:7: field 'm', message 1: role is None, its keys are 'from', 'text'; legal: 'system'",
         ),
         ({"m": [{"role": "assistant", "content": "x"}]}, {"prompt_field": "m"}, "no message that asks for an answer"),
         (
