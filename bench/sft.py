@@ -2,6 +2,10 @@
 
     python -m bench.sft [--rounds 3] [--steps 80] [--threads 1] [--row 256]
         [--strategy bfd|wrapped] [--cache DIR]
+    python -m bench.sft --dpo [--steps 20]
+
+With --dpo instead: `rlhpc sft` learns preferences for so many steps, and TRL's DPOTrainer computes from the model that
+it leaves what rlhpc has said of held-out pairs: loss, accuracy, margin.
 
 The answers of a careless pupil to the demo's problems, as prompt and completion, loss on completions; about as many
 tokens in a batch on both sides, in float32, by AdamW.  TRL packs rows of --row tokens: "bfd", conversations whole and
@@ -32,14 +36,17 @@ from bench.versus_trl import environment_of_trl
 from launch.demo.task import careless_answer, problems
 from rlhpc.algorithms.objectives import supervised_loss
 from rlhpc.algorithms.packing import FlopCost
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config, supervised
 from rlhpc.data.demonstrations import open_demonstrations
+from rlhpc.metrics.curves import read_curves
 from rlhpc.roles.controller.batch_maker import SupervisedBatches
 from rlhpc.training.factory import open_backend
 from rlhpc.training.ranks import RankContext
 
 NUM_RECORDS, SLIP_RATE, LEARNING_RATE = 4_000, 0.24, 1e-4
 BATCH_TOKENS = 4096
+NUM_PAIRS, NUM_HELD_OUT, PAIRS_A_STEP, BETA = 1_000, 200, 40, 0.1
 MEAN_TOKENS = 49  # of a conversation: what batch_size is made of
 
 
@@ -83,6 +90,44 @@ def train(settings: dict[str, str]) -> None:
         sys.stdout.write(json.dumps({"step": step + 1, **line}) + "\n")
 
 
+def preferences(options: argparse.Namespace, python: Path, scratch: Path) -> None:
+    """Print what rlhpc and TRL say of the same pairs under the same two models."""
+    rng, asked = random.Random(0), problems(0, NUM_PAIRS + NUM_HELD_OUT)
+    pairs = [
+        {"prompt": p.prompt, "chosen": right, "rejected": wrong}
+        for p in asked
+        if (right := careless_answer(p, 0.0, rng)) != (wrong := careless_answer(p, SLIP_RATE, rng))
+    ]
+    for name, part in (("learnt", pairs[:-NUM_HELD_OUT]), ("held_out", pairs[-NUM_HELD_OUT:])):
+        (scratch / f"{name}.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in part))
+    model, run = make_demo_model(options.cache), scratch / "run"
+    table = 'completion_field = "chosen"\nrejected_field = "rejected"\n'
+    (scratch / "run.toml").write_text(
+        f'run = {{name = "dpo", directory = "{run}"}}\nmodel = {{path = "{model}", dtype = "float32"}}\n'
+        f'[[demonstrations]]\npath = "{scratch}/learnt.jsonl"\n{table}'
+        f'[[demonstrations]]\npath = "{scratch}/held_out.jsonl"\nheld_out = true\n{table}'
+        f'[sft]\nloss = "dpo"\nbeta = {BETA}\nbatch_size = {PAIRS_A_STEP}\nnum_steps = {options.steps}\n'
+        f"max_tokens = 128\nevaluate_every = {options.steps}\nlearning_rate = {LEARNING_RATE}\n"
+        '[trainer]\nbackend = "reference"\ntoken_budget = 4096\ndevice = "cpu"\n'
+    )
+    subprocess.run([sys.executable, "-m", "launch.cli", "sft", str(scratch / "run.toml")], check=True)
+    curves = read_curves(RunLayout(run).tensorboard)
+    names = ("loss", "preference_accuracy", "preference_margin")
+    ours = [curves[f"sft/held_out_{name}"].last for name in names]
+    (scratch / "settings.json").write_text(
+        json.dumps(
+            {"trainer": "dpo", "model": str(run / "model"), "reference": str(model), "beta": BETA, "batch": 50,
+             "data": str(scratch / "held_out.jsonl"), "scratch": str(scratch / "trl"), "threads": options.threads}
+        )
+    )  # fmt: skip
+    command = [str(python), str(Path(__file__).with_name("trl_side.py")), str(scratch / "settings.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (theirs,) = (json.loads(line)["dpo"] for line in done.stdout.splitlines() if line.startswith('{"dpo"'))
+    for name, mine, other in zip(names, ours, theirs, strict=True):
+        print(f"{name:<22} rlhpc {mine:.8f}   TRL {other:.8f}   difference {abs(mine - other):.1e}")
+    tell("DPO loss, difference from TRL's", abs(ours[0] - theirs[0]))
+
+
 def measured(command: list[str], settings: Path, threads: int) -> tuple[float, float]:
     """Tokens a second, and CPU seconds for a million tokens."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -104,6 +149,7 @@ def main() -> None:
     parser.add_argument("--strategy", choices=("bfd", "wrapped"), default="bfd", help="of TRL's packing")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "rlhpc-bench")
     parser.add_argument("--side", type=Path, help="settings of our side; what a round starts")
+    parser.add_argument("--dpo", action="store_true", help="compare what is said of preferences, and no speed")
     options = parser.parse_args()
     if options.side is not None:
         train(json.loads(options.side.read_text()))
@@ -111,6 +157,10 @@ def main() -> None:
     options.cache.mkdir(parents=True, exist_ok=True)
     python = environment_of_trl(options.cache / "trl")
     if python is None:
+        return
+    if options.dpo:
+        with tempfile.TemporaryDirectory() as scratch:
+            preferences(options, python, Path(scratch))
         return
     with tempfile.TemporaryDirectory() as scratch:
         data, settings = Path(scratch) / "demonstrations.jsonl", Path(scratch) / "settings.json"

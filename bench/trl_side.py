@@ -3,7 +3,7 @@
     python trl_side.py SETTINGS.json
 
 Prints a JSON line for each optimiser step: seconds by the clock and of CPU since the process began, and the reward, or
-the tokens so far.
+the tokens so far; of preferences one line, with what it finds over pairs.
 """
 
 from __future__ import annotations
@@ -86,8 +86,46 @@ def sft(settings: dict[str, Any]) -> None:
     trainer.train()
 
 
+def dpo(settings: dict[str, Any]) -> None:
+    """Print DPOTrainer's loss, accuracy and margin over pairs that are not learnt."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(settings["threads"])
+    pairs = Dataset.from_list([json.loads(line) for line in Path(settings["data"]).read_text().splitlines()])
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(settings[name], dtype=torch.float32) for name in ("model", "reference")
+    )
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=reference,
+        processing_class=AutoTokenizer.from_pretrained(settings["reference"]),
+        train_dataset=pairs,
+        eval_dataset=pairs,
+        args=DPOConfig(
+            output_dir=settings["scratch"],
+            beta=settings["beta"],
+            per_device_eval_batch_size=settings["batch"],
+            max_length=None,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+        ),
+    )
+    found = trainer.evaluate()
+    names = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins")
+    print(json.dumps({"dpo": [found[name] for name in names]}), flush=True)
+
+
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    if settings.get("trainer") == "dpo":
+        dpo(settings)
+        return
     if settings.get("trainer") == "sft":
         sft(settings)
         return
