@@ -60,6 +60,15 @@ def length_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
+def teacher_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Reverse KL to the teacher over loss tokens; empty where no teacher was asked."""
+    taught = [(member.rollout, member.teacher) for member in _members(groups) if member.teacher is not None]
+    if not (num_tokens := sum(np.count_nonzero(rollout.loss_mask) for rollout, _ in taught)):
+        return {}
+    gaps = ((rollout.behaviour_logprobs - scores.logprobs)[rollout.loss_mask] for rollout, scores in taught)
+    return {"teacher/kl": sum(float(gap.sum(dtype=np.float64)) for gap in gaps) / num_tokens}
+
+
 def _num_turns(rollout: Rollout) -> int:
     """Number of contiguous spans of tokens that the policy sampled."""
     return int(np.count_nonzero(np.diff(rollout.loss_mask.astype(np.int8), prepend=0) == 1))

@@ -424,7 +424,9 @@ def batch_slowdown(minibatches: Sequence[PackedMinibatch], cost: FlopCost) -> fl
 
 
 def _check_sample(sample: TrainingSample) -> None:
-    arrays = (sample.loss_mask, sample.behaviour_logprobs, sample.advantages, sample.versions)
+    arrays = [sample.loss_mask, sample.behaviour_logprobs, sample.advantages, sample.versions]
+    if sample.teacher_logprobs is not None:
+        arrays.append(sample.teacher_logprobs)
     name = f"sample {sample.sample_index} of group {sample.group_id}"
     if any(array.shape != sample.token_ids.shape for array in arrays):
         raise ValueError(f"{name}: arrays of shapes {[a.shape for a in arrays]} for {sample.token_ids.shape} tokens")
@@ -432,6 +434,12 @@ def _check_sample(sample: TrainingSample) -> None:
         raise ValueError(f"{name}: {len(sample.token_ids)} tokens; a prompt token and a completion token at least")
     if sample.loss_mask[0]:
         raise ValueError(f"{name}: its first token counts in the loss, but has no log-probability")
+
+
+def _joined_or_none(parts: Sequence[NDArray[Any] | None]) -> Any:
+    """The arrays end to end; None if the samples have none."""
+    there = [part for part in parts if part is not None]
+    return np.concatenate(there) if there else None
 
 
 def _row(samples: list[TrainingSample]) -> PackedMicrobatch:
@@ -450,11 +458,19 @@ def _row(samples: list[TrainingSample]) -> PackedMicrobatch:
         advantages=np.concatenate([sample.advantages for sample in samples]),
         versions=np.where(loss_mask, versions, np.int32(-1)),
         loss_weights=np.array([sample.loss_weight for sample in samples], np.float32),
+        teacher_logprobs=_joined_or_none([sample.teacher_logprobs for sample in samples]),
+        teacher_top_ids=_joined_or_none([sample.teacher_top_ids for sample in samples]),
+        teacher_top_logprobs=_joined_or_none([sample.teacher_top_logprobs for sample in samples]),
     )
 
 
 def _segment(row: PackedMicrobatch, index: int) -> PackedMicrobatch:
     start, end = (int(border) for border in row.cu_seqlens[index : index + 2])
+    top_ids, top_logprobs = row.teacher_top_ids, row.teacher_top_logprobs
+    if top_ids is not None and top_logprobs is not None:
+        counts = [int(np.count_nonzero(row.loss_mask[:place])) for place in (start, end, None)]
+        first, last = (len(top_ids) // max(1, counts[2]) * count for count in counts[:2])
+        top_ids, top_logprobs = top_ids[first:last], top_logprobs[first:last]
     return PackedMicrobatch(
         token_ids=row.token_ids[start:end],
         position_ids=row.position_ids[start:end],
@@ -464,6 +480,9 @@ def _segment(row: PackedMicrobatch, index: int) -> PackedMicrobatch:
         advantages=row.advantages[start:end],
         versions=row.versions[start:end],
         loss_weights=row.loss_weights[index : index + 1],
+        teacher_logprobs=None if row.teacher_logprobs is None else row.teacher_logprobs[start:end],
+        teacher_top_ids=top_ids,
+        teacher_top_logprobs=top_logprobs,
     )
 
 

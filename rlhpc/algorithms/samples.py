@@ -1,6 +1,7 @@
 """Turn the groups of a batch into training samples: advantages, and the weight of each sample in the loss.
 
-In this file: loss aggregation, as a factor of each sequence; minibatches; reward shaping; rewards of tokens; samples.
+In this file: loss aggregation, as a factor of each sequence; minibatches; reward shaping; rewards of tokens; what a
+teacher says of tokens; samples.
 
 Input: RolloutGroup.  Output: TrainingSample.  Entry t of every array describes token t of prompt and completion
 together (types.py); no shift happens here or later.  Loads without torch.
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from rlhpc.algorithms.estimators import make_estimator, normalization, normalize
 from rlhpc.config.rules import Config
-from rlhpc.config.tables_algorithm import ShapingConfig
+from rlhpc.config.tables_algorithm import AlgorithmConfig, ShapingConfig
 from rlhpc.protocol.contracts import AdvantageEstimator
 from rlhpc.protocol.errors import RoleFailed
 from rlhpc.protocol.types import (
@@ -27,6 +28,7 @@ from rlhpc.protocol.types import (
     Rollout,
     RolloutGroup,
     ScoredRollout,
+    TeacherScores,
     TrainingSample,
     Verdict,
 )
@@ -209,6 +211,68 @@ def still_to_come(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.cumsum(rewards[::-1])[::-1]
 
 
+# -------------------------------------------------------------------------------------------------------------- teacher
+#
+# On-policy distillation: what a teacher says of each loss token, in its advantage and beside it.
+#
+#     advantage of a token = A + c · (log π_teacher − log π_behaviour)      algorithm.distillation_coefficient
+#
+# The mean of the difference over samples of π_behaviour is −KL(π_behaviour ‖ π_teacher), the reverse KL (Agarwal et al.
+# 2023, arXiv:2306.13649; Gu et al. 2023, arXiv:2306.08543).  "distillation" is that alone: A = 0, c = 1.  Differs from
+# Gu et al.: (1) a token answers for its own divergence only, not for that of later tokens; (2) no mixed sampling.
+#
+# Input: ScoredRollout.teacher.  Output: numbers of loss tokens.  Loads without torch.
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """The use of a teacher's log-probabilities."""
+
+    factor: float = 0.0  # c
+    is_reference: bool = False  # the KL term of the trainer is towards the teacher
+    top_k: int = 0  # number of the teacher's most likely tokens for the trainer; 0: none
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig) -> Teaching:
+        """Return what the run file asks for."""
+        top_k = algorithm.teacher_top_k if algorithm.forward_kl_coefficient else 0
+        return cls(algorithm.distillation_factor, algorithm.has_teacher_reference, top_k)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether samples need what a teacher says."""
+        return bool(self.factor or self.is_reference or self.top_k)
+
+    def scores(self, member: ScoredRollout) -> TeacherScores:
+        """Return the teacher's scores of the loss tokens alone.  Raises RoleFailed if they are missing or unfit."""
+        rollout, scores, wanted = member.rollout, member.teacher, self.top_k
+        mask = rollout.loss_mask
+        if scores is None:
+            if mask.any():
+                raise RoleFailed(
+                    f"{_name(rollout)}: no teacher was asked about it, and [algorithm] needs one, as in a run that is "
+                    "resumed with rollouts of before it had a teacher; legal: a run of its own, or no teacher"
+                )
+            none = np.zeros(0, np.float32)
+            return TeacherScores(none, none.astype(np.int32), none)
+        num_tokens = len(rollout.token_ids)
+        if scores.logprobs.shape != (num_tokens,) or len(scores.top_ids) != len(scores.top_logprobs):
+            raise RoleFailed(
+                f"{_name(rollout)}: {scores.logprobs.shape} log-probabilities of a teacher for {num_tokens} tokens"
+            )
+        logprobs = scores.logprobs[mask]
+        if not np.isfinite(logprobs).all():
+            raise RoleFailed(f"{_name(rollout)}: a log-probability of its teacher is not finite")
+        ids: Int32 = scores.top_ids.reshape(num_tokens, -1)[mask, :wanted]
+        of_them: Float32 = scores.top_logprobs.reshape(num_tokens, -1)[mask, :wanted]
+        if ids.shape[1] < wanted:
+            raise RoleFailed(
+                f"{_name(rollout)}: its teacher gave the {ids.shape[1]} most likely tokens of each place; "
+                f"algorithm.teacher_top_k={wanted}"
+            )
+        return TeacherScores(logprobs, ids, of_them)
+
+
 # -------------------------------------------------------------------------------------------------------------- samples
 
 Values: TypeAlias = Float32  # of the loss tokens of one member
@@ -231,6 +295,7 @@ class SampleMaker:
     num_minibatches: int = 1
     seed: int = 0  # of the run
     spread: Spread = "alike"
+    teaching: Teaching = Teaching()
 
     @classmethod
     def of(cls, config: Config) -> SampleMaker:
@@ -245,6 +310,7 @@ class SampleMaker:
             algorithm.minibatches,
             config.run.seed,
             "earned" if config.has_critic else "to_come" if algorithm.advantage == "reinforce_pp" else "alike",
+            Teaching.of(algorithm),
         )
 
     def minibatches(self, groups: Sequence[RolloutGroup], step: int) -> list[list[TrainingSample]]:
@@ -261,7 +327,8 @@ class SampleMaker:
         A zero-variance group gives samples whose advantages are zero: whether to train on them is the caller's choice
         (algorithms/estimators.py).
         Raises ValueError for samples that must not be trained on: without a verdict, aborted, with arrays that do not
-        match, or with an empty prompt.  Raises RoleFailed if [shaping] does not fit the verdicts.
+        match, or with an empty prompt.  Raises RoleFailed if [shaping] does not fit the verdicts, or a teacher's
+        scores are missing.
         """
         for group in groups:
             _check_group(group)
@@ -269,7 +336,13 @@ class SampleMaker:
         rewards = [self.shaping.rewards(group) for group in groups]
         counts = [_num_loss_tokens(group) for group in groups]
         advantages = [self.estimator(*of_group) for of_group in zip(rewards, counts, strict=True)]
-        return _samples(groups, self._on_tokens(groups, counts, advantages)) if any(map(len, counts)) else []
+        if not any(map(len, counts)):
+            return []
+        values = self._on_tokens(groups, counts, advantages)
+        if not self.teaching.is_needed:
+            return _samples(groups, values)
+        scores = [self.teaching.scores(member) for group in groups for member in group.members]
+        return _taught(_samples(groups, values), scores, self.teaching)
 
     def _on_tokens(
         self, groups: Sequence[RolloutGroup], counts: Sequence[Int32], advantages: Sequence[Float32]
@@ -349,6 +422,27 @@ def _samples(groups: Sequence[RolloutGroup], advantages: Values) -> list[Trainin
         samples.append(TrainingSample(rollout.group_id, rollout.sample_index, *own))
         start = end
     return samples
+
+
+def _taught(
+    samples: Sequence[TrainingSample], scores: Sequence[TeacherScores], teaching: Teaching
+) -> list[TrainingSample]:
+    """The samples with their share of what a teacher says of their loss tokens."""
+    found = list[TrainingSample]()
+    for sample, each in zip(samples, scores, strict=True):
+        mask, changed = sample.loss_mask, dict[str, Any]()
+        if teaching.factor:
+            advantages = sample.advantages.copy()
+            advantages[mask] += teaching.factor * (each.logprobs - sample.behaviour_logprobs[mask])
+            changed["advantages"] = advantages
+        if teaching.is_reference:
+            changed["teacher_logprobs"] = np.zeros(len(mask), np.float32)
+            changed["teacher_logprobs"][mask] = each.logprobs
+        if teaching.top_k:
+            changed["teacher_top_ids"] = each.top_ids.astype(np.int32).ravel()
+            changed["teacher_top_logprobs"] = each.top_logprobs.astype(np.float32).ravel()
+        found.append(replace(sample, **changed))
+    return found
 
 
 def _check_group(group: RolloutGroup) -> None:

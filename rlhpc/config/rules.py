@@ -130,7 +130,9 @@ class Config(Section):
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the policy with a frozen model."""
-        return self.sft.loss == "dpo" if self.is_supervised else self.algorithm.kl_coefficient > 0
+        if self.is_supervised:
+            return self.sft.loss == "dpo"
+        return self.algorithm.kl_coefficient > 0 and not self.algorithm.has_teacher_reference
 
     @property
     def has_seeded_samples(self) -> bool:

@@ -43,7 +43,7 @@ from rlhpc.config.setting import (
     only_with_any,
     rule,
 )
-from rlhpc.config.tables_algorithm import OF_REWARDS
+from rlhpc.config.tables_algorithm import DISTILLATION, OF_REWARDS
 
 if TYPE_CHECKING:
     from rlhpc.config.rules import Config
@@ -191,8 +191,8 @@ class AdmissionConfig(Section):
     """Leases that one member may lose before its group is dropped; also consecutive groups of a prompt whose
     completions kill reward workers before it is no longer sampled."""
     active_sampling: bool = True
-    """Replace zero-variance groups at once, so that batches are full; False trains on them, as "gae" and "reinforce_pp"
-    need, whose advantages are not relative to the group."""
+    """Replace zero-variance groups at once, so that batches are full; False trains on them, as "gae", "reinforce_pp"
+    and distillation need, whose advantages are not relative to the group."""
     max_zero_variance_groups: Annotated[Positive, Usual(1, 1e7, GROUPS)] = 1000
     """Stop with advice after this many consecutive zero-variance groups, or errors without a verdict between them,
     instead of wasting the allocation."""
@@ -214,10 +214,11 @@ class AdmissionConfig(Section):
 
     @rule
     def a_group_has_reward_variance(self, config: Config, key: Keys) -> Faults:
-        """`group_size`: 2 or more, or 1 with `algorithm.advantage` = `"reinforce_pp"` or `"gae"`; the rewards of one
-        rollout have zero variance.
+        """`group_size`: 2 or more, or 1 with `algorithm.advantage` = `"reinforce_pp"`, `"gae"` or `"distillation"`; the
+        rewards of one rollout have zero variance.
         """
-        if self.group_size == 1 and config.algorithm.advantage not in OF_REWARDS and not config.is_supervised:
+        of_one = (*OF_REWARDS, DISTILLATION)
+        if self.group_size == 1 and config.algorithm.advantage not in of_one and not config.is_supervised:
             yield (
                 f"{key.group_size} with {key.algorithm.advantage}: the rewards of a group of one have zero variance, "
                 "so every advantage is zero; legal: 2 or more"
@@ -226,8 +227,14 @@ class AdmissionConfig(Section):
     @rule
     def every_group_is_learnt_from(self, config: Config, key: Keys) -> Faults:
         """`active_sampling`: `false` with `algorithm.advantage` = `"reinforce_pp"` or `"gae"`;
-        [their baseline](../docs/algorithms.md#advantages) has to know the groups without variance.
+        [their baseline](../docs/algorithms.md#advantages) has to know the groups without variance.  Also with
+        `"distillation"` or a `distillation_coefficient`; a teacher has something to say about each group.
         """
+        if config.algorithm.distillation_factor and self.active_sampling:
+            yield (
+                f"{config.algorithm.use_of_teacher} with {key.active_sampling}, its default: a teacher teaches "
+                "something about a group whose rewards are all equal, too; legal: admission.active_sampling=false"
+            )
         if config.algorithm.advantage in OF_REWARDS and self.active_sampling:
             yield (
                 f"{key.algorithm.advantage} with {key.active_sampling}, its default: the advantages are not relative "
@@ -301,6 +308,7 @@ class TrainerConfig(Section):
     reference_memory: Annotated[
         Literal["host", "device"],
         Idle({"algorithm.kl_coefficient": (), "sft.loss": ("dpo",)}, True),
+        idle_with("algorithm.kl_reference", "teacher", why="the teacher is not in the trainer"),
         idle_with("trainer.parameter_offload", True, why="the reference is kept with the parameters"),
     ] = "host"
     """Where the reference of algorithm.kl_coefficient or sft.loss = "dpo" is kept; from the host it crosses PCIe for

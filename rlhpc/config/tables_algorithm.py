@@ -150,6 +150,7 @@ ADVANTAGES = (
 )  # fmt: skip
 OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # advantages normalised over the batch by definition
 OF_REWARDS = ("reinforce_pp", "gae")  # advantages of the rewards themselves, not of differences within a group
+DISTILLATION = "distillation"  # advantages of a teacher, and none of rewards
 LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
 
 
@@ -221,9 +222,10 @@ class AlgorithmConfig(Section):
     advantage_normalization: Annotated[
         Literal["off", "batch", "task"],
         idle_with("algorithm.advantage", *OVER_BATCH, why="it is normalised over the batch"),
+        idle_with("algorithm.advantage", DISTILLATION, why="it has no part of rewards, and only those are normalised"),
     ] = "off"
-    """Normalise advantages to mean 0 and standard deviation 1 over the loss tokens of the batch, or of each task in
-    it."""
+    """Normalise advantages of rewards to mean 0 and standard deviation 1 over the loss tokens of the batch, or of each
+    task in it; a teacher's part is added afterwards."""
     loss: Annotated[str, AfterValidator(_one_of(LOSSES))] = "ppo"
     """Objective to maximise: "ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo" (docs/algorithms.md has the
     formulas), or package.module:name of your own."""
@@ -289,7 +291,12 @@ class AlgorithmConfig(Section):
     """Coefficient of the KL term towards a reference policy; 0: none."""
     kl_reference: Annotated[Literal["initial", "teacher"], WITH_KL] = "initial"
     """The reference: the model at model.path, or the teacher of the dataset."""
-    reference_every: Annotated[NonNegative, Usual(1, 1e6, "it is in policy versions", zero=True), WITH_KL] = 0
+    reference_every: Annotated[
+        NonNegative,
+        Usual(1, 1e6, "it is in policy versions", zero=True),
+        WITH_KL,
+        idle_with("algorithm.kl_reference", "teacher", why="the teacher is another model"),
+    ] = 0
     """Policy versions after which the reference is replaced by the current policy; 0: the reference is frozen."""
     kl_in: Annotated[Literal["loss", "reward"], WITH_KL] = "loss"
     """Where the KL term goes: into the loss, or into token rewards, which needs advantage = "gae"."""
@@ -327,9 +334,28 @@ class AlgorithmConfig(Section):
     @property
     def asks_teachers(self) -> bool:
         """Whether a teacher's log-probabilities are needed of each completion."""
-        is_reference = self.kl_coefficient > 0 and self.kl_reference == "teacher"
-        in_advantage = self.advantage == "distillation" or self.distillation_coefficient > 0
-        return in_advantage or is_reference or self.forward_kl_coefficient > 0
+        return self.distillation_factor > 0 or self.has_teacher_reference or self.forward_kl_coefficient > 0
+
+    @property
+    def distillation_factor(self) -> float:
+        """Factor of log π_teacher − log π_behaviour in the advantage of a token."""
+        return 1.0 if self.advantage == DISTILLATION else self.distillation_coefficient
+
+    @property
+    def has_teacher_reference(self) -> bool:
+        """Whether the KL term is towards the teacher, whose log-probabilities come with the samples."""
+        return self.kl_coefficient > 0 and self.kl_reference == "teacher"
+
+    @property
+    def use_of_teacher(self) -> str:
+        """The first setting that needs a teacher, as KEY=VALUE."""
+        if self.advantage == DISTILLATION:
+            return f"algorithm.advantage={self.advantage!r}"
+        if self.distillation_coefficient:
+            return f"algorithm.distillation_coefficient={self.distillation_coefficient:g}"
+        if self.forward_kl_coefficient:
+            return f"algorithm.forward_kl_coefficient={self.forward_kl_coefficient:g}"
+        return f"algorithm.kl_reference={self.kl_reference!r}"
 
     @property
     def num_optimiser_steps(self) -> int:
@@ -427,6 +453,30 @@ class AlgorithmConfig(Section):
             yield (
                 f"{key.kl_in} with {key.kl_estimator}, its default, which is exponential in what one token is less "
                 "likely: say which; usual is 'k1', whose mean is the divergence; legal: 'k1', 'k2', 'k3'"
+            )
+
+    @rule
+    def a_teacher_is_as_warm(self, config: Config, key: Keys) -> Faults:
+        """`generation.temperature`: 1 with a teacher, as its log-probabilities are; at another one a policy would
+        differ from a teacher that it agrees with.
+        """
+        if self.asks_teachers and config.generation.temperature != 1:
+            yield (
+                f"{key.generation.temperature} with a teacher ({self.use_of_teacher}): its log-probabilities are those "
+                "at temperature 1, and compared with them a policy at another one would move away from a teacher that "
+                "it agrees with; legal: generation.temperature=1"
+            )
+
+    @rule
+    def a_critic_has_no_teacher(self, config: Config, key: Keys) -> Faults:
+        """`distillation_coefficient`: 0 with `advantage` = `"gae"`, where a teacher's part is a reward of tokens:
+        `kl_reference` = `"teacher"` with `kl_in` = `"reward"`.
+        """
+        if self.distillation_coefficient and config.has_critic:
+            yield (
+                f"{key.distillation_coefficient} with {key.advantage}: a critic's advantages are made of rewards; "
+                "legal: 0, with algorithm.kl_reference='teacher', kl_in='reward' and kl_estimator='k1', whose "
+                "kl_coefficient rewards each token with as much"
             )
 
     @rule

@@ -69,6 +69,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "dataset_correct_share/*": Metric("share", "reward/correct_share of this dataset"),
         "dataset_length/*": Metric("tokens", "length/completion_mean of this dataset"),
         "dataset_truncated_share/*": Metric("share", "length/truncated_share of this dataset"),
+        "dataset_teacher_kl/*": Metric("nats", "teacher/kl of this dataset, whose teacher may be its own"),
         "dataset_known_share/*": Metric("share", "prompt/known_share of this dataset"),
         "dataset_pass_rate_mean/*": Metric("share", "prompt/pass_rate_mean of this dataset"),
         "dataset_solved_share/*": Metric("share", "prompt/solved_share of this dataset"),
@@ -132,6 +133,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "policy/mismatch_chi2": Metric("1", "χ² divergence of proximal policy from sampler: variance of the weights"),
         "policy/mismatch_log_perplexity": Metric("nats", "|mean of proximal − sampler log-probability| of a rollout"),
         "policy/kl_reference": Metric("nats", "KL of current policy from the reference, estimator k3"),
+        "teacher/kl": Metric("nats", "KL of sampler from teacher: mean of log π_sampler − log π_teacher, recent"),
+        "policy/forward_kl": Metric("nats", "KL of teacher from current policy over the teacher's top k, mean"),
         "own_loss/*": Metric("-", "reported by a custom algorithm.loss, mean over loss tokens"),
         # The same for the loss tokens of one age: versions between sampling and training; 4 includes all above.
         "age_tokens_share/*": Metric("share", "loss tokens of this age"),

@@ -74,6 +74,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = MappingProxyType(
             "Clipped": ("policy/clip_low_share", "policy/clip_high_share", "policy/importance_capped_share"),
             "KL": ("policy/kl_k1", "policy/kl_k3", "policy/mismatch_kl"),
             "KL from the reference": ("policy/kl_reference",),
+            "KL and the teacher": ("teacher/kl", "policy/forward_kl"),
             "Importance weights": ("policy/importance_weight_mean", "policy/ess"),
             "Masked": ("policy/importance_masked_share",),
         },

@@ -173,6 +173,10 @@ class TrainingSample:
     advantages: Float32  # [L] 0 where loss_mask is False
     versions: Int32  # [L] -1 on the prompt
     loss_weight: float = 1.0  # weight of its loss tokens in the loss of the batch (algorithms/samples.py)
+    # Of a teacher, where the trainer needs them; k: algorithm.teacher_top_k.  Flat arrays: those of messages are.
+    teacher_logprobs: Float32 | None = None  # [L] 0 where loss_mask is False
+    teacher_top_ids: Int32 | None = None  # [n · k] of its n loss tokens: the teacher's k most likely in their place
+    teacher_top_logprobs: Float32 | None = None  # [n · k] of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,9 @@ class PackedMicrobatch:
     advantages: Float32  # [T]
     versions: Int32  # [T] -1 where loss_mask is False
     loss_weights: Float32  # [S] weight of a segment's loss tokens; 1 for a mean over tokens
+    teacher_logprobs: Float32 | None = None  # [T] 0 off the loss mask; None: no sample has them, or there is none
+    teacher_top_ids: Int32 | None = None  # [n · k] of its n loss tokens
+    teacher_top_logprobs: Float32 | None = None  # [n · k]
 
 
 @dataclass(frozen=True, slots=True)

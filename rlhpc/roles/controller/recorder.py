@@ -27,6 +27,7 @@ from rlhpc.algorithms.figures import (
     rewards,
     staleness,
     staleness_figures,
+    teacher_figures,
 )
 from rlhpc.algorithms.packing import packing_fill, tokens_trained
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
@@ -73,6 +74,7 @@ _OF_DATASETS = {
     "reward/correct_share": "dataset_correct_share",
     "length/completion_mean": "dataset_length",
     "length/truncated_share": "dataset_truncated_share",
+    "teacher/kl": "dataset_teacher_kl",
 }
 
 
@@ -114,7 +116,7 @@ def step_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
 def sampling_figures(stats: IntakeStats) -> dict[str, float]:
     """Metrics of all groups finished since the last step, with those of zero variance: they show the policy's skill."""
     shaped = {"reward/shaped_mean": float(np.mean(stats.shaped_rewards))} if stats.shaped_rewards else {}
-    return reward_figures(stats.groups) | length_figures(stats.groups) | shaped
+    return reward_figures(stats.groups) | length_figures(stats.groups) | teacher_figures(stats.groups) | shaped
 
 
 def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -131,7 +133,7 @@ def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dic
     figures: dict[str, float] = {}
     for place, name in enumerate(names if len(names) > 1 else ()):
         own = [group for group in groups if group.prompt.prompt_id % len(names) == place]
-        found = reward_figures(own) | length_figures(own)
+        found = reward_figures(own) | length_figures(own) | teacher_figures(own)
         shown = {f"{family}/{name}": found[metric] for metric, family in _OF_DATASETS.items() if metric in found}
         figures |= shown | {f"dataset_share/{name}": len(own) / len(groups)} if own else {}
     return figures

@@ -63,7 +63,15 @@ from rlhpc.protocol.messages import (
     TrainBatch,
     TrainerReady,
 )
-from rlhpc.protocol.types import Float32, Int32, PackedBatch, PackedMinibatch, StepLimits, WeightManifest
+from rlhpc.protocol.types import (
+    Float32,
+    Int32,
+    PackedBatch,
+    PackedMicrobatch,
+    PackedMinibatch,
+    StepLimits,
+    WeightManifest,
+)
 from rlhpc.roles.lifecycle import RoleContext, hello, leave_at_once
 from rlhpc.roles.trainer.models import BatchFigures, Critic, means_of, open_models, own_host
 from rlhpc.training.checkpoint_directory import policy_version_of
@@ -551,7 +559,14 @@ class Trainer:
         return self._backend.logprobs(minibatch.ranks[self._backend.dp_rank])
 
     def _of_reference(self, batch: PackedBatch) -> list[list[Tensor]] | list[None]:
-        """Log-probabilities of every minibatch by the reference, swapped in once; None each without a reference."""
+        """Log-probabilities of every minibatch by the reference, swapped in once; None each without a reference.
+
+        Those of a teacher have come with the rows.
+        """
+        if self._config.algorithm.has_teacher_reference:
+            return [
+                [_of_teacher(row) for row in minibatch.ranks[self._backend.dp_rank]] for minibatch in batch.minibatches
+            ]
         if not self._config.has_reference:
             return [None] * len(batch.minibatches)
         mine = [minibatch.ranks[self._backend.dp_rank] for minibatch in batch.minibatches]
@@ -665,6 +680,12 @@ class Trainer:
             log.error("the checkpoint of step %d could not be written: %s", step, failure)
         if self._channel is not None:
             self._heartbeat.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
+
+
+def _of_teacher(row: PackedMicrobatch) -> Tensor:
+    """Log-probabilities float32 [T] by the teacher, on the CPU; 0 off the loss mask, and in rows without samples."""
+    given = row.teacher_logprobs
+    return torch.zeros(len(row.token_ids)) if given is None else torch.from_numpy(given.copy())
 
 
 def _refusal(

@@ -240,8 +240,10 @@ def test_every_row_keeps_the_promises_of_its_type(lengths: list[tuple[int, int]]
         assert (row.position_ids[row.cu_seqlens[:-1]] == 0).all()
         assert (np.diff(row.position_ids) == 1).sum() == size - (len(row.cu_seqlens) - 1)
         assert (row.versions[~row.loss_mask] == -1).all()
-        dtypes = [getattr(row, name).dtype for name in row.__slots__]
+        arrays = [getattr(row, name) for name in row.__slots__]
+        dtypes = [array.dtype for array in arrays[:8]]
         assert dtypes == [np.int32, np.int32, np.int32, np.bool_, np.float32, np.float32, np.int32, np.float32]
+        assert arrays[8:] == [None] * 3  # of a teacher
         assert len(row.loss_weights) == len(row.cu_seqlens) - 1
 
 

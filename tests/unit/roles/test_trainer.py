@@ -47,7 +47,7 @@ from tests.contracts.trainer_scenarios import train, weights_of
 from tests.contracts.trainer_textbook import load_hf
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
+from tests.unit.training.packed_rows import draw_samples, dummy_row, num_loss_tokens, pack_row, tiny_config
 
 pytestmark = pytest.mark.starts
 
@@ -292,6 +292,28 @@ def test_every_minibatch_is_beside_its_own_reference_whatever_their_order(tmp_pa
     trainer.begin()
     trainer.obey(minibatches_of(rows, (1, 0, 0, 1), learning_rate=1e-9))
     assert 0 <= ear.answers[-1].metrics["kl_reference"] < 1e-6
+    backend.close()
+
+
+def test_a_teacher_as_the_reference_comes_with_the_rows_and_no_model_is_held(tmp_path: Path) -> None:
+    """Beside the policy itself the distance is 0; a row without samples has none, and counts for nothing."""
+    rows, backend = [pack_row(draw_samples((5, 9), seed=seed)) for seed in (0, 1)], opened(tmp_path)
+    own = [logprobs.numpy() * row.loss_mask for logprobs, row in zip(backend.logprobs(rows), rows, strict=True)]
+    found = []
+    for shift in (0.0, 1.0):
+        ear = Ear()
+        words = {"kl_coefficient": 0.1, "kl_reference": "teacher", "proximal": "recompute", "minibatches": 2}
+        trainer = trainer_on(backend, tmp_path, ear, **words)
+        trainer.begin()
+        said = [replace(row, teacher_logprobs=each + np.float32(shift)) for row, each in zip(rows, own, strict=True)]
+        batch = minibatches_of(said, (1, 0), learning_rate=1e-9)
+        idle = replace(batch.minibatches[0], ranks=((*batch.minibatches[0].ranks[0], dummy_row()),))
+        trainer.obey(replace(batch, minibatches=(idle, batch.minibatches[1])))
+        found.append(ear.answers[-1].metrics["kl_reference"])
+        with pytest.raises(AssertionError, match="no reference is held"):
+            backend.logprobs(rows, of_reference=True)
+    assert 0 <= found[0] < 1e-6
+    assert found[1] == pytest.approx(math.e - 2, rel=1e-4)  # k3 of a teacher that is e times as sure everywhere
     backend.close()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.unit.launch.bad_inputs.desk import both, case, key, replaced, text, words
 
+TEACHER = {"name": "big", "kind": "teacher", "url": "http://node7:8000/v1"}
+
 TOML = (
     case("a bracket of a table is not closed", replaced("[run]", "[run"), "run.toml", "line 1"),
     case("a text without quotes", replaced('name = "first"', "name = first"), "line 2", "name = first", "quotes"),
@@ -175,6 +177,14 @@ CONTRADICTIONS = (
     case("a critic's key without a critic", key("critic.learning_rate", 1e-4), "critic.learning_rate=0.0001", "algorithm.advantage='gae'"),
     case("a critic that is not there", key("critic.path", "judge", algorithm__advantage="gae", admission__active_sampling=False), "critic.path=", "judge"),
     case("a critic that sees only groups with variance", key("algorithm.advantage", "gae"), "algorithm.advantage='gae' with admission.active_sampling=true", "legal: admission.active_sampling=false"),
+    case("a teacher that sees only groups with variance", key("algorithm.advantage", "distillation", service=[TEACHER]), "algorithm.advantage='distillation' with admission.active_sampling=true", "legal: admission.active_sampling=false"),
+    case("a teacher beside rewards that sees only groups with variance", key("algorithm.distillation_coefficient", 0.5, service=[TEACHER]), "algorithm.distillation_coefficient=0.5 with admission.active_sampling=true", "legal: admission.active_sampling=false"),
+    case("a teacher of another temperature", key("algorithm.advantage", "distillation", service=[TEACHER], admission__active_sampling=False, generation__temperature=0.7), "generation.temperature=0.7 with a teacher (algorithm.advantage='distillation')", "legal: generation.temperature=1"),
+    case("a reference of another temperature", key("algorithm.kl_reference", "teacher", service=[TEACHER], algorithm__kl_coefficient=0.1, generation__temperature=0.7), "generation.temperature=0.7 with a teacher (algorithm.kl_reference='teacher')", "legal: generation.temperature=1"),
+    case("a critic and a teacher", key("algorithm.distillation_coefficient", 0.5, service=[TEACHER], algorithm__advantage="gae", admission__active_sampling=False), "algorithm.distillation_coefficient=0.5 with algorithm.advantage='gae'", "legal: 0, with algorithm.kl_reference='teacher'"),
+    case("a normalised teacher", key("algorithm.advantage_normalization", "batch", service=[TEACHER], algorithm__advantage="distillation", admission__active_sampling=False), "algorithm.advantage_normalization='batch'", "algorithm.advantage='distillation'"),
+    case("a teacher that is renewed", key("algorithm.reference_every", 5, service=[TEACHER], algorithm__kl_coefficient=0.1, algorithm__kl_reference="teacher"), "algorithm.reference_every=5", "algorithm.kl_reference='teacher'"),
+    case("a distillation without a teacher", key("algorithm.advantage", "distillation", admission__active_sampling=False), "data.teacher=''", "legal: a table [[service]] with kind='teacher'"),
     case("a temperature that vLLM raises", key("generation.temperature", 0.001), "generation.temperature=0.001", "legal: 0.01 or more"),
     case("a sample longer than the context", key("generation.max_completion_tokens", 4096, trainer__token_budget=8192), "= 4108", "context of 4096", "legal"),
     case("an average in a format that has no place", key("trainer.backend", "megatron", checkpoint__trainer_format="megatron", trainer__ema_decay=0.9), "checkpoint.trainer_format='megatron'", "legal: 'hf'"),
