@@ -398,7 +398,7 @@ _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
         name: attrgetter(name)
         for name in ("group_id", "sample_index", "prompt_id", "task", "standing", "drop_reason", "step",
                      "admitted_version", "trained_version", "staleness", "attempts", "reward", "verdict", "advantage",
-                     "num_tokens", "finish_reason", "prompt", "completion", "reference", "detail")
+                     "teacher_logprob", "num_tokens", "finish_reason", "prompt", "completion", "reference", "detail")
     },
     "drop_reason": lambda seen: seen.drop_reason or None,
     "step": lambda seen: seen.step if seen.step >= 0 else None,

@@ -20,6 +20,7 @@ from rlhpc.protocol.types import (
     SamplingParams,
     ScoredRollout,
     StepLimits,
+    TeacherScores,
     TensorSpec,
     Verdict,
     WeightGroup,
@@ -85,6 +86,7 @@ def _of_leases() -> list[object]:
     lease = Lease(12, 0, _prompt(), 4, (0, 2), SamplingParams(64, 1.0, (2, 3)), 7, (None, prefix))
     return [
         _delivery(24),
+        _delivery(25),  # with a teacher
         _delivery(1_500),  # its versions and its mask travel as runs
         m.LeaseReturn(12, (0, 2), (None, prefix), "draining", 1),
         m.LeaseProgress(np.arange(300, dtype=np.uint8), 900, 1),
@@ -138,9 +140,9 @@ def _delivery(num_tokens: int) -> m.Delivery:
     ids = np.arange(num_tokens, dtype=np.int32)
     logprobs, versions = -ids.astype(np.float32), np.full(num_tokens, 7, np.int32)
     rollout = Rollout(12, 2, 3, ids, logprobs, versions, np.ones(num_tokens, np.bool_), FinishReason.STOP)
-    return m.Delivery(
-        31, 29, "a1b2c3", 1, 0xC0FFEE, ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42")
-    )
+    teacher = TeacherScores(logprobs, np.repeat(ids, 2), np.repeat(logprobs, 2)) if num_tokens % 2 else None
+    scored = ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42", teacher=teacher)
+    return m.Delivery(31, 29, "a1b2c3", 1, 0xC0FFEE, scored)
 
 
 def _group() -> WeightGroup:

@@ -24,15 +24,17 @@ from numpy.typing import NDArray
 from launch.run_directory.prepare import num_attempts
 from launch.verify.report import Offence
 from launch.verify.timeline import EventEvidence, column, joined, read_settled_journal, reduced
+from rlhpc.base.native import crc32
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.buffer import BUFFERED_FILE
 from rlhpc.buffer.history import EventFold, Position
 from rlhpc.buffer.journal import JournalContent, journal_paths, read_journal
+from rlhpc.buffer.segment_format import TEACHER_COLUMNS, teachers_of
 from rlhpc.buffer.segments import read_raw_columns, segment_paths
 from rlhpc.config.file import read_resolved
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import CheckpointError, JournalError, RunDirectoryError, SegmentError
-from rlhpc.protocol.types import Verdict
+from rlhpc.protocol.types import TeacherScores, Verdict
 from rlhpc.roles.controller.state import STATE_FILE, Totals, read_saved_state
 from rlhpc.training.checkpoint_directory import (
     COMPLETE,
@@ -65,6 +67,8 @@ JOURNAL_ROW = np.dtype(
         ("oldest", "<i8"),  # version of a token; -1: not looked at, or no tokens
         ("newest", "<i8"),
         ("is_sorted", "?"),
+        ("teacher", "<i8"),  # CRC32 of what its teacher has said; -1: not looked at, or no teacher
+        ("is_teacher_faulty", "?"),
         ("attempt", "<i8"),
         ("file", "<i4"),
         ("row", "<i4"),
@@ -126,9 +130,9 @@ def _that_count(rows: NDArray[Any], fold: EventFold) -> NDArray[Any]:
 
 
 def rollout_rows(content: JournalContent, *, is_quick: bool) -> NDArray[Any]:
-    """The rollouts of a file as JOURNAL_ROW, without file and row.  is_quick: without versions of tokens."""
+    """The rollouts of a file as JOURNAL_ROW, without file and row.  is_quick: without versions and teachers."""
     rows = np.zeros(len(content.records), JOURNAL_ROW)
-    rows["oldest"] = rows["newest"] = -1
+    rows["oldest"] = rows["newest"] = rows["teacher"] = -1
     rows["is_sorted"] = True
     for row, record in zip(rows, content.records, strict=True):
         rollout, versions = record.scored.rollout, record.scored.rollout.versions
@@ -139,7 +143,18 @@ def rollout_rows(content: JournalContent, *, is_quick: bool) -> NDArray[Any]:
         if len(versions) and not is_quick:
             row["oldest"], row["newest"] = versions.min(), versions.max()
             row["is_sorted"] = bool((np.diff(versions) >= 0).all())
+        if (teacher := record.scored.teacher) is not None and not is_quick:
+            row["teacher"] = _crc_of(teacher)
+            row["is_teacher_faulty"] = bool(teacher.fault(len(rollout.token_ids)))
     return rows
+
+
+def _crc_of(teacher: TeacherScores) -> int:
+    """CRC32 of all numbers of a teacher."""
+    crc = 0
+    for values in (teacher.logprobs, teacher.flat_top_ids, teacher.flat_top_logprobs):
+        crc = crc32(np.ascontiguousarray(values).data, crc)
+    return crc
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
@@ -307,7 +322,7 @@ class SegmentEvidence:
         """Add a file; a damaged one is noted, a deleted one is not.  witness: called with each file's rollouts."""
         names = [f"groups/{name}" for name in GROUP_COLUMNS] + [f"rollouts/{name}" for name in MEMBER_COLUMNS]
         try:
-            names += [] if is_quick else ["rollouts/versions"]
+            names += [] if is_quick else ["rollouts/versions", *TEACHER_COLUMNS]
             attributes, columns = read_raw_columns(path, names, is_verified=not is_quick)
         except SegmentError as error:
             if path.exists():  # else it was set aside meanwhile
@@ -321,10 +336,15 @@ class SegmentEvidence:
         keys = keys_of(rows["group"][owner], samples)
         self._accuse_samples(rows, owner, samples)
         self._count_lengths(rows, owner, np.diff(token_offsets))
+        teachers = np.full(len(samples), -1, np.int64)
         if not is_quick:
             self._look_at_versions(rows, owner, samples, columns["rollouts/versions"], token_offsets)
+            for row, teacher in teachers_of(columns):
+                teachers[row] = _crc_of(teacher)
+                if fault := teacher.fault(int(token_offsets[row + 1] - token_offsets[row])):
+                    self._accuse(f"of a completion: {fault}", rows, owner, samples, row)
         if witness is not None:
-            witness(path, keys, columns["rollouts/reward"], np.diff(token_offsets))
+            witness(path, keys, columns["rollouts/reward"], np.diff(token_offsets), teachers)
         self.num_rollouts += len(samples)
         self.parts.append(rows)
 
@@ -387,7 +407,8 @@ class SegmentEvidence:
         self.offences.append(Offence(text, group=group, sample=sample, file=file, row=row))
 
 
-Witness = Callable[[Path, NDArray[np.int64], NDArray[Any], NDArray[Any]], None]  # path, keys, rewards, lengths
+# Called with path, keys, rewards, lengths and CRC32s of teachers.
+Witness = Callable[[Path, NDArray[np.int64], NDArray[Any], NDArray[Any], NDArray[np.int64]], None]
 
 
 def added(left: NDArray[np.int64] | None, right: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -546,7 +567,14 @@ class _Witness:
         self._rows = evidence.journal.rows[order[is_single]]
         self._keys = keys[order[is_single]]
 
-    def __call__(self, path: Path, keys: NDArray[np.int64], rewards: NDArray[Any], lengths: NDArray[Any]) -> None:
+    def __call__(
+        self,
+        path: Path,
+        keys: NDArray[np.int64],
+        rewards: NDArray[Any],
+        lengths: NDArray[Any],
+        teachers: NDArray[np.int64],
+    ) -> None:
         self._found(keys, lengths, rewards)
         places = np.searchsorted(self._keys, keys)
         places[places == len(self._keys)] = 0
@@ -561,9 +589,15 @@ class _Witness:
                 f"{int(lengths[row])} tokens and reward {float(rewards[row]):g}; the journal has "
                 f"{int(other['num_tokens'])} and {float(other['reward']):g}"
             )
-            where = f"rollouts/{path.name}"
-            offence = Offence(text, group=int(other["group"]), sample=int(other["sample"]), file=where, row=int(row))
-            self._evidence.contradictions.append(offence)
+            self._contradiction(path, int(row), other, text)
+        for row in known[~differs & (theirs["teacher"] != teachers[known])]:
+            other = self._rows[places[row]]
+            self._contradiction(path, int(row), other, "other numbers of its teacher than the journal has")
+
+    def _contradiction(self, path: Path, row: int, other: np.void, text: str) -> None:
+        where = f"rollouts/{path.name}"
+        offence = Offence(text, group=int(other["group"]), sample=int(other["sample"]), file=where, row=row)
+        self._evidence.contradictions.append(offence)
 
 
 def _stamp(layout: RunLayout) -> tuple[object, ...]:

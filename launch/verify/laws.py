@@ -436,6 +436,9 @@ def _look_at_journal(check: Check, evidence: Evidence) -> None:
         row = rows[place]
         text = f"group {row['group']}: sample {row['sample']} of a group of {sizes[place]}"
         check.accuse(evidence.journal.offence_at(row, text))
+    for row in rows[rows["is_teacher_faulty"]]:
+        text = f"group {row['group']}: sample {row['sample']}: numbers of its teacher are missing, or not finite"
+        check.accuse(evidence.journal.offence_at(row, text))
     keys = evidence.journal.keys
     arranged = np.argsort(keys, kind="stable")
     first, second = arranged[:-1], arranged[1:]

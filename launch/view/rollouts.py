@@ -228,6 +228,7 @@ class SeenRollout:
     prompt: str
     completion: str
     token_rewards: dict[int, float] = field(default_factory=dict)
+    teacher_logprobs: Float32 | None = None  # [Lc] natural log; None: no teacher was asked
 
     @property
     def staleness(self) -> int | None:
@@ -240,6 +241,13 @@ class SeenRollout:
         if self.advantages is None:
             return None
         return float(self.advantages[self.loss_mask].mean()) if self.loss_mask.any() else 0.0
+
+    @property
+    def teacher_logprob(self) -> float | None:
+        """Mean log-probability of the loss tokens under the teacher; None: no teacher was asked, or no loss tokens."""
+        if self.teacher_logprobs is None or not self.loss_mask.any():
+            return None
+        return float(self.teacher_logprobs[self.loss_mask].mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +413,7 @@ class RunRollouts:
             prompt=self.texts.whole(prompt.token_ids),
             completion=self.texts.whole(rollout.token_ids),
             token_rewards=scored.token_rewards,
+            teacher_logprobs=None if scored.teacher is None else scored.teacher.logprobs.copy(),
         )
 
 
@@ -462,10 +471,11 @@ def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
 
 
 def as_document(seen: SeenRollout) -> dict[str, Any]:
-    """The rollout as a JSON object: every field, and staleness."""
+    """The rollout as a JSON object: every field, and what is derived from them."""
     values = {each.name: getattr(seen, each.name) for each in fields(seen)}
     document = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
-    return document | {"staleness": seen.staleness, "advantage": seen.advantage}
+    derived = ("staleness", "advantage", "teacher_logprob")
+    return document | {name: getattr(seen, name) for name in derived}
 
 
 def ranges(versions: Int32) -> str:
@@ -509,7 +519,8 @@ def _worth(seen: SeenRollout) -> str:
     parts = ", ".join(f"{escaped(name)} {value:g}" for name, value in seen.reward_parts.items())
     reward = "no reward" if math.isnan(seen.reward) else f"reward {seen.reward:.4g}"
     advantage = "" if seen.advantage is None else f", advantage {seen.advantage:+.3f}"
-    return f"{seen.verdict}, {reward}{f' ({parts})' if parts else ''}{advantage}"
+    teacher = "" if seen.teacher_logprob is None else f", teacher {seen.teacher_logprob:.3f} a token"
+    return f"{seen.verdict}, {reward}{f' ({parts})' if parts else ''}{advantage}{teacher}"
 
 
 def _origin(seen: SeenRollout) -> str:

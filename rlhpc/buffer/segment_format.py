@@ -32,7 +32,15 @@ from zlib_ng import zlib_ng
 from rlhpc.base.native import crc32
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.protocol.errors import SegmentError
-from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.protocol.types import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    TeacherScores,
+    Verdict,
+)
 
 # ------------------------------------------------------------------------------------------------------ deflated chunks
 #
@@ -90,7 +98,7 @@ def _deflated(data: NDArray[np.uint8], num_stored: int, strategy: int) -> bytes:
 # Write flat columns to an HDF5 file in memory, and read them back, through HDF5's low-level API.
 #
 # Input: named arrays and attributes; the bytes of a file, or its path.  Output: the bytes of a file; arrays.
-# A segment has thirty columns, for which h5py's high-level API takes four times as long.
+# A segment has almost forty columns, for which h5py's high-level API takes four times as long.
 
 
 Attributes = Mapping[str, str | int | float]
@@ -241,7 +249,8 @@ def opened_file(path: Path) -> Iterator[Hdf5Columns]:
 
 Columns = dict[str, NDArray[Any]]
 
-SCHEMA = 2
+SCHEMA = 3
+READABLE = (2, SCHEMA)  # files of schema 2 lack the columns of teachers
 ROLLOUT_TEXTS = ("detail", "reward_parts", "token_rewards")
 TEXT_COLUMNS = ("groups/task", "groups/reference", *(f"rollouts/{name}" for name in ROLLOUT_TEXTS))
 WORD_COLUMNS = ("groups/drop_reason", "rollouts/verdict", "rollouts/finish_reason")  # fixed-length ASCII
@@ -252,6 +261,12 @@ _TOKEN_COLUMNS: dict[str, np.dtype[Any]] = {
     "rollouts/versions": np.dtype("<i4"),
     "rollouts/loss_mask": np.dtype("u1"),
 }
+_TEACHER_COLUMNS: dict[str, tuple[np.dtype[Any], str]] = {  # dtype, the offsets that cut it up
+    "rollouts/teacher_logprobs": (np.dtype("<f4"), "rollouts/teacher_offsets"),
+    "rollouts/teacher_top_ids": (np.dtype("<i4"), "rollouts/teacher_top_offsets"),
+    "rollouts/teacher_top_logprobs": (np.dtype("<f4"), "rollouts/teacher_top_offsets"),
+}
+TEACHER_COLUMNS = (*_TEACHER_COLUMNS, "rollouts/teacher_offsets", "rollouts/teacher_top_offsets")
 _GROUP_SCALARS: dict[str, np.dtype[Any]] = {
     "group_id": np.dtype("<i8"),
     "prompt_id": np.dtype("<i8"),
@@ -311,19 +326,25 @@ class _RolloutRow:
     reward_parts: bytes
     token_rewards: bytes
     tokens: tuple[NDArray[Any], ...]  # in the order of _TOKEN_COLUMNS
+    teacher: tuple[NDArray[Any], ...]  # in the order of _TEACHER_COLUMNS; empty: no teacher was asked
 
     def crc32(self) -> int:
         crc = crc32(struct.pack("<3qd", self.group_id, self.sample_index, len(self.tokens[0]), self.reward))
         for values in self.tokens:
             crc = crc32(values.data, crc)
         texts = (self.verdict, self.finish_reason, self.detail, self.reward_parts, self.token_rewards)
-        return _crc_of_texts(crc, *texts)
+        crc = _crc_of_texts(crc, *texts)
+        if len(self.teacher[0]):  # without a teacher as in schema 2
+            crc = crc32(struct.pack("<2q", *map(len, self.teacher[:2])), crc)
+            for values in self.teacher:
+                crc = crc32(values.data, crc)
+        return crc
 
 
 def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     """Return the columns "groups/…" and "rollouts/…" of these groups, in their order.
 
-    Raises SegmentError when the arrays of a rollout differ in length.
+    Raises SegmentError when the arrays of a rollout differ in length, or its teacher's numbers are not finite.
     """
     group_rows = [_group_row(resolved) for resolved in groups]
     rows = [_rollout_row(member) for resolved in groups for member in resolved.group.members]
@@ -340,6 +361,9 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     columns["rollouts/token_offsets"] = _offsets(len(row.tokens[0]) for row in rows)
     for position, (name, dtype) in enumerate(_TOKEN_COLUMNS.items()):
         columns[name] = _concatenate([row.tokens[position] for row in rows], dtype)
+    for position, (name, (dtype, offsets)) in enumerate(_TEACHER_COLUMNS.items()):
+        columns[name] = _concatenate([row.teacher[position] for row in rows], dtype)
+        columns[offsets] = _offsets(len(row.teacher[position]) for row in rows)
     columns["rollouts/crc32"] = np.array([row.crc32() for row in rows], dtype="<u4")
     for column in TEXT_COLUMNS:
         table, name = column.split("/")
@@ -347,6 +371,21 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
         columns[column] = np.frombuffer(b"".join(texts), dtype=np.uint8)
         columns[f"{column}_offsets"] = _offsets(map(len, texts))
     return columns
+
+
+def without_teachers(name: str, num_rollouts: int) -> NDArray[Any]:
+    """Return what a column of TEACHER_COLUMNS holds if no teacher was asked: files of schema 2 have none."""
+    if name in _TEACHER_COLUMNS:
+        return np.empty(0, _TEACHER_COLUMNS[name][0])
+    return np.zeros(num_rollouts + 1, "<i8")
+
+
+def teachers_of(columns: Columns) -> Iterator[tuple[int, TeacherScores]]:
+    """Iterate over (row of rollouts/, what its teacher has said), without checking it.  Raises ValueError."""
+    said = [_slices(columns[name], columns[cut]) for name, (_, cut) in _TEACHER_COLUMNS.items()]
+    for row, arrays in enumerate(zip(*said, strict=True)):
+        if any(map(len, arrays)):
+            yield row, TeacherScores(*arrays)
 
 
 def from_columns(columns: Columns, source: str) -> list[ResolvedGroup]:
@@ -423,6 +462,12 @@ def _rollout_row(scored: ScoredRollout) -> _RolloutRow:
             f"rollout {rollout.group_id}:{rollout.sample_index}: token_ids, behaviour_logprobs, versions and loss_mask "
             f"have lengths {[len(array) for array in arrays]}"
         )
+    kinds = [dtype for dtype, _ in _TEACHER_COLUMNS.values()]
+    said: tuple[Any, ...] = ((), (), ())
+    if scored.teacher is not None:
+        if fault := scored.teacher.fault(len(rollout.token_ids)):
+            raise SegmentError(f"rollout {rollout.group_id}:{rollout.sample_index}: {fault}")
+        said = scored.teacher.logprobs, scored.teacher.flat_top_ids, scored.teacher.flat_top_logprobs
     return _RolloutRow(
         group_id=rollout.group_id,
         sample_index=rollout.sample_index,
@@ -433,6 +478,7 @@ def _rollout_row(scored: ScoredRollout) -> _RolloutRow:
         reward_parts=encode_text(json.dumps(scored.reward_parts)),
         token_rewards=encode_token_rewards(scored.token_rewards),
         tokens=tuple(np.ascontiguousarray(a, dtype=t) for a, t in zip(arrays, _TOKEN_COLUMNS.values(), strict=True)),
+        teacher=tuple(np.ascontiguousarray(a, dtype=t).reshape(-1) for a, t in zip(said, kinds, strict=True)),
     )
 
 
@@ -440,8 +486,10 @@ def _read_rollouts(columns: Columns, source: str) -> Iterable[_RolloutRow]:
     texts = {name: texts_of(columns, f"rollouts/{name}") for name in ROLLOUT_TEXTS}
     offsets = columns["rollouts/token_offsets"]
     tokens = zip(*(_slices(columns[name], offsets) for name in _TOKEN_COLUMNS), strict=True)
-    for index, arrays in enumerate(tokens):
-        row = _RolloutRow(tokens=arrays, **_row_fields(columns, "rollouts", _ROLLOUT_SCALARS, texts, index))
+    said = zip(*(_slices(columns[name], columns[cut]) for name, (_, cut) in _TEACHER_COLUMNS.items()), strict=True)
+    for index, (arrays, teacher) in enumerate(zip(tokens, said, strict=True)):
+        fields = _row_fields(columns, "rollouts", _ROLLOUT_SCALARS, texts, index)
+        row = _RolloutRow(tokens=arrays, teacher=teacher, **fields)
         if row.crc32() != columns["rollouts/crc32"][index]:
             where = f"rollout {row.group_id}:{row.sample_index}"
             raise SegmentError(f"{source}: rollouts row {index} ({where}): checksum differs")
@@ -491,6 +539,7 @@ def _to_scored(row: _RolloutRow, prompt_id: int) -> ScoredRollout:
         reward_parts=json.loads(row.reward_parts),
         detail=decode_text(row.detail),
         token_rewards=decode_token_rewards(row.token_rewards),
+        teacher=TeacherScores(*row.teacher) if len(row.teacher[0]) else None,
     )
 
 

@@ -28,7 +28,9 @@ from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import ResolvedGroup
 from rlhpc.buffer.segment_format import (
+    READABLE,
     SCHEMA,
+    TEACHER_COLUMNS,
     TEXT_COLUMNS,
     WORD_COLUMNS,
     Attributes,
@@ -41,6 +43,7 @@ from rlhpc.buffer.segment_format import (
     opened_image,
     texts_of,
     to_columns,
+    without_teachers,
 )
 from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import SegmentError
@@ -145,6 +148,7 @@ def _write_durably(path: Path, data: bytes) -> None:
 USER_BLOCK_BYTES = 512
 USER_BLOCK_MAGIC = b"rlhpc rollouts\n"
 MAX_SEGMENT_TOKENS = 1 << 23  # of completions, 109 MB of arrays: sealing or reading one takes twice that
+_BYTES_PER_TOKEN = 13  # of these arrays; a teacher's count as so many tokens more
 
 
 class SegmentWriter:
@@ -288,7 +292,11 @@ class SegmentWriter:
 
 
 def _num_tokens(resolved: ResolvedGroup) -> int:
-    return sum(len(scored.rollout.token_ids) for scored in resolved.group.members)
+    """Tokens of completions, and as many as would take the room of their teachers' numbers."""
+    members = resolved.group.members
+    said = [each.teacher for each in members if each.teacher is not None]
+    num_bytes = sum(4 * len(each.logprobs) + 8 * each.flat_top_ids.size for each in said)
+    return sum(len(each.rollout.token_ids) for each in members) + num_bytes // _BYTES_PER_TOKEN
 
 
 def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, *, compress: bool = True) -> bytes:
@@ -330,9 +338,9 @@ def read_segment(path: Path) -> list[ResolvedGroup]:
     _verify_file(path, data)
     try:
         with opened_image(data) as file:
-            _refuse_other_schema(path, file)
-            num_groups = file.attribute("num_groups")
-            columns = {name: file.column(name) for table in ("groups", "rollouts") for name in file.names(table)}
+            _known_schema(path, file)
+            names = dict.fromkeys([*file.names("groups"), *file.names("rollouts"), *TEACHER_COLUMNS])
+            columns, num_groups = _columns(path, file, list(names)), file.attribute("num_groups")
             groups = from_columns(columns, str(path))
             if len(groups) != num_groups:
                 raise SegmentError(f"{path} says that it has {num_groups} groups, but has {len(groups)}")
@@ -399,13 +407,16 @@ def _verify_file(path: Path, data: bytes) -> None:
 
 
 def _columns(path: Path, file: Hdf5Columns, names: Sequence[str]) -> Columns:
-    _refuse_other_schema(path, file)
-    return {name: file.column(name) for name in names}
+    is_older = _known_schema(path, file) < SCHEMA
+    missing = {name for name in names if name in TEACHER_COLUMNS} if is_older else set()
+    empty = {name: without_teachers(name, int(file.attribute("num_rollouts"))) for name in missing}
+    return {name: empty[name] if name in missing else file.column(name) for name in names}
 
 
-def _refuse_other_schema(path: Path, file: Hdf5Columns) -> None:
-    if (schema := int(file.attribute("schema"))) != SCHEMA:
+def _known_schema(path: Path, file: Hdf5Columns) -> int:
+    if (schema := int(file.attribute("schema"))) not in READABLE:
         raise SegmentError(f"{path} has schema {schema}; this version of rlhpc reads schema {SCHEMA}")
+    return schema
 
 
 def _readable(columns: Columns, name: str) -> NDArray[Any]:

@@ -127,8 +127,32 @@ class TeacherScores:
     """A teacher's log-probabilities of a completion, natural log at temperature 1.  Made by a [[service]]."""
 
     logprobs: Float32  # [Lc] of the completion's own tokens
-    top_ids: Int32  # [Lc, k] the teacher's k most likely tokens in its place, most likely first; k: teacher_top_k
-    top_logprobs: Float32  # [Lc, k] of these
+    flat_top_ids: Int32  # [Lc · k] top_ids, row after row: messages have arrays of one dimension
+    flat_top_logprobs: Float32  # [Lc · k] top_logprobs, likewise
+
+    @property
+    def top_ids(self) -> Int32:
+        """[Lc, k] the teacher's k most likely tokens in each place, most likely first; k: algorithm.teacher_top_k."""
+        return self.flat_top_ids.reshape(len(self.logprobs), self.num_top)
+
+    @property
+    def top_logprobs(self) -> Float32:
+        """[Lc, k] log-probabilities of top_ids."""
+        return self.flat_top_logprobs.reshape(len(self.logprobs), self.num_top)
+
+    @property
+    def num_top(self) -> int:
+        """The k of top_ids; 0: the teacher was not asked for them."""
+        return self.flat_top_ids.size // max(1, len(self.logprobs))
+
+    def fault(self, num_tokens: int) -> str:
+        """Describe a contradiction to a completion of num_tokens tokens, or a number that is not finite; "": none."""
+        lengths = len(self.logprobs), self.flat_top_ids.size, self.flat_top_logprobs.size
+        if lengths[0] != num_tokens or lengths[1] != lengths[2] or lengths[1] % max(1, num_tokens):
+            return f"its teacher has {lengths[0]} log-probabilities, and {lengths[1]} and {lengths[2]} of likely tokens"
+        if not (np.isfinite(self.logprobs).all() and np.isfinite(self.flat_top_logprobs).all()):
+            return "a log-probability of its teacher is not finite"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

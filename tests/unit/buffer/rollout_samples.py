@@ -20,6 +20,7 @@ from rlhpc.protocol.types import (
     RolloutGroup,
     SamplingParams,
     ScoredRollout,
+    TeacherScores,
     Verdict,
 )
 
@@ -91,6 +92,13 @@ def make_scored(group_id: int, sample_index: int, *, length: int | None = None, 
     return ScoredRollout(rollout=rollout, **(fields | changes))
 
 
+def make_teacher(length: int, num_top: int = 0, seed: int = 0) -> TeacherScores:
+    """Numbers of a teacher on a completion of `length` tokens."""
+    rng = np.random.default_rng([length, num_top, seed])
+    ids = rng.integers(0, 50_000, length * num_top, dtype=np.int32)
+    return TeacherScores(-rng.random(length, dtype=np.float32), ids, -rng.random(len(ids), dtype=np.float32))
+
+
 def make_record(sequence: int, scored: ScoredRollout, admitted_version: int = 0) -> JournalRecord:
     return JournalRecord(sequence, scored, make_prompt(scored.rollout.prompt_id), admitted_version)
 
@@ -113,6 +121,11 @@ def assert_same_scored(mine: ScoredRollout, theirs: ScoredRollout) -> None:
     assert mine.token_rewards == theirs.token_rewards
     assert np.float64(mine.reward).tobytes() == np.float64(theirs.reward).tobytes()
     _assert_same_rollout(mine.rollout, theirs.rollout)
+    assert (mine.teacher is None) == (theirs.teacher is None)
+    for name in ("logprobs", "flat_top_ids", "flat_top_logprobs") if theirs.teacher is not None else ():
+        left, right = getattr(mine.teacher, name), getattr(theirs.teacher, name)
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert left.tobytes() == right.tobytes()
 
 
 def _assert_same_rollout(mine: Rollout, theirs: Rollout) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from crash_states import RecordedDisk, put
 from log_files import flip_at, write_anew
-from rollout_samples import assert_same_prompt, assert_same_scored, make_record, make_scored
+from rollout_samples import assert_same_prompt, assert_same_scored, make_record, make_scored, make_teacher
 
 from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
@@ -96,6 +96,8 @@ def test_what_is_appended_is_read_back_over_as_many_files_as_it_needs(tmp_path: 
     token_rewards = {0: 0.1 + 0.2, 2: -1e-300}  # and no parts, which lie before them
     records[40] = make_record(41, make_scored(13, 1, length=3, token_rewards=token_rewards, reward_parts={}), 6)
     records[41] = make_record(42, make_scored(13, 2, length=3, token_rewards=token_rewards), 6)
+    records[42] = make_record(43, make_scored(14, 0, length=30, teacher=make_teacher(30, 4)), 7)
+    records[43] = make_record(44, make_scored(14, 1, length=3, teacher=make_teacher(3)), 7)
     append_in_batches(make_files(tmp_path), records, 7)
     contents = list(read_journals(tmp_path))
     assert len(contents) > 2

@@ -16,7 +16,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from rollout_samples import ManualClock, assert_same_group, make_group, make_prompt, make_scored
+from rollout_samples import ManualClock, assert_same_group, make_group, make_prompt, make_scored, make_teacher
 
 from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
@@ -27,10 +27,12 @@ from rlhpc.buffer.history import EVENTS
 from rlhpc.buffer.journal import JOURNAL
 from rlhpc.buffer.log import FileHead
 from rlhpc.buffer.prefixes import PARTIALS
-from rlhpc.buffer.segment_format import SCHEMA, deflated_chunks
+from rlhpc.buffer.segment_format import SCHEMA, TEACHER_COLUMNS, deflated_chunks, without_teachers
 from rlhpc.buffer.segments import (
+    USER_BLOCK_BYTES,
     SegmentWriter,
     read_columns,
+    read_raw_columns,
     read_rollouts_directory,
     read_segment,
     set_aside_lost_segments,
@@ -38,7 +40,7 @@ from rlhpc.buffer.segments import (
     write_sealed,
 )
 from rlhpc.protocol.errors import SegmentError
-from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, TeacherScores, Verdict
 from tests.unit.doc_pages import ROOT, blocks
 
 
@@ -56,6 +58,15 @@ def make_writer(directory: Path, clock: ManualClock | None = None, **changes: ob
 
 def sample_groups() -> list[ResolvedGroup]:
     """With all that a segment can say."""
+    taught = tuple(
+        make_scored(9, index, length=7, teacher=None if index == 1 else make_teacher(7, num_top=3 * (index == 2)))
+        for index in range(3)
+    )
+    return [*groups_of_schema_2(), ResolvedGroup(RolloutGroup(9, make_prompt(9), 2, taught))]
+
+
+def groups_of_schema_2() -> list[ResolvedGroup]:
+    """With all that a segment could say before there were teachers."""
     verifier_error = make_scored(
         3, 0, reward=math.nan, verdict=Verdict.VERIFIER_ERROR, detail="\ud800 timed out", reward_parts={}
     )
@@ -78,6 +89,10 @@ def sample_groups() -> list[ResolvedGroup]:
     ]
 
 
+def vars_of(teacher: TeacherScores) -> tuple[np.ndarray, ...]:
+    return teacher.logprobs, teacher.flat_top_ids, teacher.flat_top_logprobs
+
+
 def assert_same(actual: list[ResolvedGroup], expected: list[ResolvedGroup]) -> None:
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
@@ -88,7 +103,7 @@ def assert_same(actual: list[ResolvedGroup], expected: list[ResolvedGroup]) -> N
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_file_is_read_back_bit_for_bit_compressed_or_not(tmp_path, compress):
     token_rewards = {place: 1 / (place + 1) for place in range(2000)}
-    groups = [*sample_groups(), ResolvedGroup(make_group(9, length=2000, token_rewards=token_rewards))]
+    groups = [*sample_groups(), ResolvedGroup(make_group(10, length=2000, token_rewards=token_rewards))]
     write_sealed(tmp_path / "file.h5", to_hdf5(groups, {}, compress=compress))
     assert_same(read_segment(tmp_path / "file.h5"), groups)
     with h5py.File(tmp_path / "file.h5") as file:
@@ -304,8 +319,9 @@ def test_single_columns_are_read_without_the_rest(tmp_path):
         "",
         "",
         "zero_variance",
+        "",
     ]
-    assert columns["groups/consumed_step"].tolist() == [0, 7, -1, -1, -1, -1, -1, 8, -1]
+    assert columns["groups/consumed_step"].tolist() == [0, 7, -1, -1, -1, -1, -1, 8, -1, -1]
     assert columns["rollouts/verdict"][:2].tolist() == ["wrong", "correct"]
     assert columns["rollouts/detail"][0] == make_scored(0, 0).detail
     with pytest.raises(SegmentError, match="rollouts/nothing"):
@@ -347,6 +363,80 @@ def test_arrays_of_unequal_length_are_refused_before_anything_is_written(tmp_pat
 def test_the_form_of_a_segment_does_not_change_unnoticed():
     """The golden file was written once: whoever has to write it again raises SCHEMA."""
     assert_same(read_segment(Path(__file__).parent / "golden_segment.h5"), sample_groups())
+
+
+def test_a_segment_of_schema_2_is_read_and_has_no_teachers():
+    older = Path(__file__).parent / "golden_segment_schema_2.h5"
+    assert_same(read_segment(older), groups_of_schema_2())
+    num_rollouts = sum(len(each.group.members) for each in groups_of_schema_2())
+    names = ["rollouts/teacher_logprobs", "rollouts/teacher_offsets", "rollouts/reward"]
+    for is_verified in (False, True):
+        _, columns = read_raw_columns(older, names, is_verified=is_verified)
+        assert [len(columns[name]) for name in names] == [0, num_rollouts + 1, num_rollouts]
+        assert not columns["rollouts/teacher_offsets"].any()
+
+
+@pytest.mark.parametrize("name", ["logprobs", "flat_top_ids", "flat_top_logprobs"])
+def test_a_number_of_a_teacher_that_was_altered_is_found_without_the_checksum_of_the_file(tmp_path, name):
+    write_sealed(tmp_path / "file.h5", to_hdf5(sample_groups(), {}))
+    data = (tmp_path / "file.h5").read_bytes()
+    (tmp_path / "file.h5").write_bytes(bytes(USER_BLOCK_BYTES) + data[USER_BLOCK_BYTES:])  # as h5repack leaves it
+    assert_same(read_segment(tmp_path / "file.h5"), sample_groups())
+    with h5py.File(tmp_path / "file.h5", "r+") as file:
+        column = file[f"rollouts/teacher_{name.removeprefix('flat_')}"]
+        column[2] = column[2] + 1
+    with pytest.raises(SegmentError, match=r"rollout 9:[02]\): checksum differs"):
+        read_segment(tmp_path / "file.h5")
+
+
+def test_a_teacher_that_was_cut_out_of_a_file_is_missed(tmp_path):
+    write_sealed(tmp_path / "file.h5", to_hdf5(sample_groups(), {}))
+    data = (tmp_path / "file.h5").read_bytes()
+    (tmp_path / "file.h5").write_bytes(bytes(USER_BLOCK_BYTES) + data[USER_BLOCK_BYTES:])
+    with h5py.File(tmp_path / "file.h5", "r+") as file:
+        for name in TEACHER_COLUMNS:
+            values = without_teachers(name, len(file["rollouts/group_id"]))
+            del file[name]
+            file[name] = values
+    with pytest.raises(SegmentError, match=r"rollout 9:0\): checksum differs"):
+        read_segment(tmp_path / "file.h5")
+
+
+@pytest.mark.parametrize(
+    ("teacher", "why"),
+    [
+        (make_teacher(3), "has 3 log-probabilities"),
+        (TeacherScores(*(np.append(each, each[:1]) for each in vars_of(make_teacher(4, 2)))), "has 5 log-prob"),
+        (replace(make_teacher(4, 2), flat_top_ids=np.zeros(7, np.int32)), "and 7 and 8 of likely tokens"),
+        (replace(make_teacher(4), logprobs=np.array([0, math.nan, 0, 0], np.float32)), "is not finite"),
+        (replace(make_teacher(4, 1), flat_top_logprobs=np.full(4, -math.inf, np.float32)), "is not finite"),
+    ],
+)
+def test_numbers_of_a_teacher_that_do_not_fit_are_refused_before_anything_is_written(tmp_path, teacher, why):
+    scored = make_scored(0, 0, length=4, teacher=teacher)
+    writer = make_writer(tmp_path)
+    writer.add(ResolvedGroup(RolloutGroup(0, make_prompt(0), 0, (scored,))))
+    with pytest.raises(SegmentError, match=f"rollout 0:0: .*{why}"):
+        writer.seal()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_likely_tokens_of_a_teacher_are_a_row_for_each_token():
+    teacher = make_teacher(5, 3)
+    assert teacher.top_ids.shape == teacher.top_logprobs.shape == (5, 3)
+    assert teacher.top_ids[2].tolist() == teacher.flat_top_ids[6:9].tolist()
+    assert make_teacher(5).top_ids.shape == (5, 0)
+
+
+def test_a_segment_is_full_sooner_where_teachers_name_likely_tokens(tmp_path, monkeypatch):
+    scored = tuple(make_scored(0, index, length=100, teacher=make_teacher(100, 16)) for index in range(2))
+    taught = ResolvedGroup(RolloutGroup(0, make_prompt(0), 0, scored))
+    monkeypatch.setattr(segments, "MAX_SEGMENT_TOKENS", 1000)
+    writer = make_writer(tmp_path)
+    writer.add(ResolvedGroup(make_group(1, length=100)))
+    assert not writer.is_due
+    writer.add(taught)
+    assert writer.is_due
 
 
 def make_sealed(directory: Path, count: int) -> list[Path]:
@@ -433,7 +523,13 @@ def test_the_checksums_are_those_that_the_page_describes():
             record += cut(rollouts, name, "token_offsets", row)
         words = [rollouts[name][row] for name in ("verdict", "finish_reason")]
         texts = [cut(rollouts, name, f"{name}_offsets", row) for name in ("detail", "reward_parts", "token_rewards")]
-        assert zlib.crc32(record + with_lengths([*words, *texts])) == rollouts["crc32"][row]
+        record += with_lengths([*words, *texts])
+        cuts = ("teacher_offsets", "teacher_top_offsets", "teacher_top_offsets")
+        names = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+        said = [cut(rollouts, name, offsets, row) for name, offsets in zip(names, cuts, strict=True)]
+        if said[0]:
+            record += struct.pack("<2q", len(said[0]) // 4, len(said[1]) // 4) + b"".join(said)
+        assert zlib.crc32(record) == rollouts["crc32"][row]
     for row in range(len(groups["group_id"])):
         names = ("group_id", "prompt_id", "admitted_version", "consumed_step", "attempts")
         numbers = [int(groups[name][row]) for name in names]
@@ -449,5 +545,9 @@ def test_every_message_and_field_of_a_log_is_on_the_page():
     page = PAGE.read_text(encoding="utf-8").partition("## The journal")[2]
     messages = [message for kind in (JOURNAL, EVENTS, PARTIALS) for message in kind.messages]
     names = {each.__name__ for each in messages}
-    names |= {field.name for each in (*messages, FileHead, ScoredRollout, Rollout, Prompt) for field in fields(each)}
+    names |= {
+        field.name
+        for each in (*messages, FileHead, ScoredRollout, TeacherScores, Rollout, Prompt)
+        for field in fields(each)
+    }
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []

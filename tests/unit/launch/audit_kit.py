@@ -26,7 +26,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.history import EVENTS, Admitted, Dropped, Event, Taken, Trained, event_paths, read_events
-from rlhpc.buffer.journal import JOURNAL, journal_paths
+from rlhpc.buffer.journal import JOURNAL, journal_paths, read_journals
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.log import MARK, read_log
 from rlhpc.buffer.segments import SegmentWriter, read_raw_columns, read_segment, segment_paths, to_hdf5
@@ -44,7 +44,7 @@ from rlhpc.roles.controller.state import (
 )
 from rlhpc.training.checkpoint_directory import COMPLETE, KnownCheckpoints, begin, complete, prune
 from tests.unit.buffer.log_files import flip_in_record, write_anew
-from tests.unit.buffer.rollout_samples import ManualClock, make_prompt
+from tests.unit.buffer.rollout_samples import ManualClock, make_prompt, make_teacher
 from tests.unit.launch.site_kit import config_of
 
 # ------------------ Run directories with a history, made by the controller's real ledger, buffer, journal, segments and
@@ -273,7 +273,8 @@ class AuditedRun:
         verdict = Verdict.CORRECT if reward else Verdict.WRONG
         if self.random.random() < 0.02:
             verdict = Verdict.VERIFIER_ERROR
-        return ScoredRollout(rollout, reward, verdict, {}, "")
+        teacher = make_teacher(length, num_top=self.seed % 3, seed=index) if self.seed % 2 else None
+        return ScoredRollout(rollout, reward, verdict, {}, "", teacher=teacher)
 
     def _deliver(self, scored: ScoredRollout) -> None:
         """As RolloutSink.receive."""
@@ -514,6 +515,18 @@ def a_token_is_older_than_the_one_before(layout: RunLayout, chance: random.Rando
     return _replaced(layout, chance, lambda group: _with_versions(group, change), is_long)
 
 
+def a_teacher_has_said_something_else(layout: RunLayout, chance: random.Random) -> Falsified | None:
+    """What it was, only the journal knows: of groups whose rollouts are still there."""
+    known = {record.scored.rollout.group_id for content in read_journals(layout.rollouts) for record in content.records}
+
+    def change(group: ResolvedGroup) -> ResolvedGroup:
+        first, *others = group.group.members
+        told = make_teacher(len(first.rollout.token_ids), seed=chance.randrange(1000, 2000))
+        return _with_members(group, (replace(first, teacher=told), *others))
+
+    return _replaced(layout, chance, change, lambda group: group.group.group_id in known and bool(group.group.members))
+
+
 def a_segment_is_gone(layout: RunLayout, chance: random.Random) -> Falsified | None:
     paths = segment_paths(layout.rollouts)[:-1]
     if not paths:
@@ -702,6 +715,7 @@ MUTATIONS: tuple[Callable[[RunLayout, random.Random], Falsified | None], ...] = 
     it_has_another_prompt,
     a_token_is_of_a_version_that_never_was,
     a_token_is_older_than_the_one_before,
+    a_teacher_has_said_something_else,
     a_segment_is_gone,
     *map(an_event_is_gone, (Admitted, Taken, Trained, Dropped)),
     *map(an_event_stands_twice, (Admitted, Taken, Trained, Dropped)),
