@@ -41,8 +41,9 @@ from rlhpc.protocol.errors import ConfigError, SandboxError
 from rlhpc.protocol.types import Bool, Int32
 from rlhpc.rewards.code_place import check_sandbox, described_languages
 from rlhpc.rewards.environments import validate_environment
-from rlhpc.rewards.llm_judge import read_key
 from rlhpc.rewards.registry import BUILT_IN, JUDGE_EVERYTHING, asks_for_record, composite_reference_check, validate_task
+from rlhpc.rewards.reward_model import label_of
+from rlhpc.rewards.service_client import read_key
 
 # --------------------------------------------------------------------------------------------------------- first prompt
 #
@@ -273,12 +274,19 @@ def _sandbox_here(config: Config) -> str:
     return f"{layers.described()}; {described_languages(config.sandbox)}" if layers else ""
 
 
-def _judge_has_its_key(config: Config) -> None:
-    if "llm_judge" in config.judging_tasks:
-        try:
-            read_key(config.judge)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+def _models_can_be_asked(config: Config) -> None:
+    """Raise ConfigError if a judge's or service's key is missing, or the reward model lacks the class that counts."""
+    judge, tasks = config.judge, config.judging_tasks
+    try:
+        if "llm_judge" in tasks and not judge.service:
+            read_key(judge.key_variable, judge.key_file, "judge.")
+        for task in tasks:
+            if (service := config.service_asked_by(task)) is not None:
+                read_key(service.key_variable, service.key_file, f"service {service.name!r}: ")
+        if "reward_model" in tasks and (service := config.service_asked_by("reward_model")) is not None:
+            label_of(config.reward_model, service)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _look_at_prompts(
@@ -287,7 +295,7 @@ def _look_at_prompts(
     _tasks_are_there(config)
     _environments_are_there(config)
     if roles_run_here:
-        _judge_has_its_key(config)
+        _models_can_be_asked(config)
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_tokens
     positions = int(model.get("max_position_embeddings") or longest)
@@ -298,7 +306,10 @@ def _look_at_prompts(
             f"legal: {positions} or less together"
         )
     found = validate_datasets(
-        config, lambda task: composite_reference_check(task, config.composite, config.judge, config.sandbox)
+        config,
+        lambda task: composite_reference_check(
+            task, config.composite, config.judge, config.sandbox, config.reward_model
+        ),
     )
     for dataset, summary in zip(config.data, found, strict=True):
         refuse_unknown_tokens(model, config.model.path, summary.highest_token, summary.highest_source)

@@ -337,16 +337,19 @@ def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
 
 
 def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
-    """Failures of verifiers by kind, a line for each task with failures."""
+    """Failures of verifiers by kind, and verdicts that take long, a line for each task with such."""
     if not verifiers:
         return []
-    from rlhpc.rewards.outcomes import BATCH_FAILED, FAILURES, FORKED, JUDGED  # slow to import
+    from rlhpc.rewards.outcomes import BATCH_FAILED, FAILURES, FORKED, JUDGED, LONG_S, WAITING  # slow to import
 
     lines, ways = [], (*FAILURES, BATCH_FAILED, FORKED)
     for task, figures in sorted(verifiers.items()):
         if failed := [f"{way.replace('_', ' ')} {figures[way]:.0f}" for way in ways if figures.get(way)]:
             judged = f"judged {figures.get(JUDGED, 0):.0f}, without a verdict: {', '.join(failed)}"
             lines.append(f"verifier {task}   {judged}")
+        if waiting := figures.get(WAITING):
+            why = "does a service restart? `rlhpc logs RUN_DIR reward` says why"
+            lines.append(f"verifier {task}   {waiting:.0f} wait for a verdict for {LONG_S:g} s or more: {why}")
     return lines
 
 

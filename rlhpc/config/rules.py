@@ -149,6 +149,30 @@ class Config(Section):
         """Services that are started with the run; others run already."""
         return () if self.is_supervised else tuple(each for each in self.service if each.path is not None)
 
+    def service_asked_by(self, task: str) -> ServiceConfig | None:
+        """Return the service that a reward function asks; None: it asks none, or a composite."""
+        if task == "llm_judge" and self.judge.service:
+            return self.service_of("judge", self.judge.service)
+        return self.service_of("reward", self.reward_model.service) if task == "reward_model" else None
+
+    def services_asked_by(self, task: str) -> list[ServiceConfig]:
+        """Return the services that a task and its parts ask, one after the other."""
+        asked = map(self.service_asked_by, self.parts_of(task))
+        return [service for service in asked if service is not None]
+
+    def service_patience_of(self, task: str) -> float:
+        """Return the seconds for which a verdict of a task may wait for services."""
+        return sum(service.timeout_s for service in self.services_asked_by(task))
+
+    def time_limit_of(self, task: str) -> float:
+        """Return the seconds for judging a completion, waiting for services included."""
+        return self.rewards.timeout_of(task) + self.service_patience_of(task)
+
+    @property
+    def longest_service_patience_s(self) -> float:
+        """Seconds for which a verdict of any task may wait for services."""
+        return max((self.service_patience_of(task) for task in self.data_tasks), default=0.0)
+
     @property
     def judging_tasks(self) -> tuple[str, ...]:
         """Reward functions used in this run: composites replaced by their parts, those of evaluations last."""

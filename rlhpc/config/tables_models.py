@@ -103,10 +103,11 @@ class RewardModelConfig(Section):
     """Prompt and completion are a user's and an assistant's message in the model's own chat template; false: one text,
     the completion behind the prompt."""
     label: Annotated[str, ANY_SIZE] = ""
-    """Name or number of the class whose score counts, of a model with several; default: its only one."""
+    """Name or number of the class whose score counts, of a model with several; default: its only one.  A number where
+    the service has a url."""
     step_separator: str = ""
-    """Of a process reward model: text that ends each step of a completion, such as "\\n\\n"; each step is rewarded at
-    its last character."""
+    """Of a process reward model: text that ends each step of a completion, such as "\\n\\n"; what a step adds to the
+    reward, or takes from it, is earned at its last character."""
     step_token: str = ""
     """Of a process reward model: token at which it scores a step, put in place of step_separator."""
     step_reduction: Annotated[Literal["mean", "min", "last", "product"], only_with("reward_model.step_separator")] = (
@@ -114,7 +115,7 @@ class RewardModelConfig(Section):
     )
     """How scores of steps become the reward of the completion."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """What is applied to the scores before scale and shift."""
+    """What is applied to the score, or to those of all classes, before scale and shift."""
     scale: Annotated[float, Usual(-1000, 1000, "it multiplies a score", zero=True)] = 1.0
     """Factor of a score."""
     shift: Annotated[float, Usual(-1000, 1000, "it is added to a score", zero=True)] = 0.0
@@ -125,6 +126,17 @@ class RewardModelConfig(Section):
     """Highest reward."""
     correct_from: Annotated[float, ANY_SIZE] = 0.0
     """Minimum reward of a completion that counts as correct."""
+
+    @rule
+    def a_class_is_chosen(self, config: Config, key: Keys) -> Faults:
+        """`label`: a number if the service has a `url`; `activation` = `"softmax"` is over several classes, so that one
+        of them must be chosen.
+        """
+        service = config.service_asked_by("reward_model")
+        if self.label and not self.label.isdecimal() and service is not None and service.url:
+            yield f"{key.label} with service.url={service.url!r}; legal: its number, since names are not known there"
+        if self.activation == "softmax" and not self.label:
+            yield f"{key.activation} without {key}.label, which would be 1 for every completion; legal: both"
 
     @rule
     def the_range_is_one(self, config: Config, key: Keys) -> Faults:

@@ -415,6 +415,9 @@ TEMPLATE = (
 )
 
 
+OF_ENDPOINT = only_with("judge.service", "", why="the table [[service]] has it")
+
+
 class JudgeConfig(Section):
     """[judge]: an OpenAI-compatible endpoint, what it is asked, and how its grade is read."""
 
@@ -449,18 +452,20 @@ class JudgeConfig(Section):
     """Sampling temperature of the judge."""
     max_tokens: Annotated[Positive, Usual(1, 1e6, TOKENS)] = 512
     """Maximum tokens of its reply."""
-    timeout_s: Annotated[Duration, Usual(0.1, 3600, SECONDS)] = 8.0
-    """Limit for all attempts on one completion. Less than rewards.timeout_s, or task_timeout_s of the task."""
+    timeout_s: Annotated[Duration, Usual(0.1, 3600, SECONDS), OF_ENDPOINT] = 8.0
+    """Limit for all attempts on one completion. Less than rewards.timeout_s, or task_timeout_s of the task. With a
+    service that one's timeout_s."""
     attempts: Annotated[Positive, Usual(1, 100, ATTEMPTS)] = 4
-    """Requests for one completion before its verifier has failed: endpoint down, 429, 5xx, or no grade in the reply."""
+    """Requests for one completion before its verifier has failed: endpoint down, 429, 5xx, or no grade in the reply.
+    With a service those that it answers: it may restart meanwhile."""
     backoff_s: Annotated[PositiveFloat, Usual(0.01, 60, "it is in seconds, and doubled with each attempt")] = 0.5
     """Wait before the second attempt, doubled before each further one; Retry-After from the endpoint takes
     precedence."""
     requests_per_s: Annotated[float, Field(ge=0), Usual(0.01, 1e5, "it is in requests a second", zero=True)] = 0.0
     """Maximum rate of all workers of all services together; 0: no limit. Each worker has two turns in timeout_s."""
-    key_variable: str = ""
+    key_variable: Annotated[str, OF_ENDPOINT] = ""
     """Environment variable of the reward service that holds the endpoint's API key; default: no key is sent."""
-    key_file: NamedPath = ""
+    key_file: Annotated[NamedPath, OF_ENDPOINT] = ""
     """Instead: a file that holds it, readable only by its owner. Never put keys in run files."""
     cache: bool = True
     """Cache replies in the run directory, by model, messages and sampling settings, so that the same completion is
@@ -507,7 +512,7 @@ class JudgeConfig(Section):
         """`timeout_s`: below `rewards.timeout_s`, or `task_timeout_s` of the task; otherwise its worker is killed
         before the judge times out.
         """
-        for task in config.data_tasks:
+        for task in config.data_tasks if not self.service else ():
             limit_s = config.rewards.timeout_of(task)
             if TASK in config.parts_of(task) and self.timeout_s >= limit_s:
                 yield (
@@ -518,7 +523,8 @@ class JudgeConfig(Section):
     @rule
     def turns_come_in_time(self, config: Config, key: Keys) -> Faults:
         """`requests_per_s`: each worker has two turns in `timeout_s`; with fewer it would often wait for nothing."""
-        rewards, longest_s = config.rewards, self.timeout_s / 2
+        service, rewards = config.service_asked_by(TASK), config.rewards
+        longest_s = (service or self).timeout_s / 2
         num_workers = rewards.num_replicas * rewards.workers_per_replica
         if TASK not in config.judging_tasks or not self.requests_per_s:
             return
@@ -526,7 +532,7 @@ class JudgeConfig(Section):
             yield (
                 f"{key.requests_per_s} gives each of {key.rewards.num_replicas} times "
                 f"{key.rewards.workers_per_replica} workers a turn every {turn_s:g} s; legal: every {longest_s:g} s or "
-                f"more often, half of {key.timeout_s}, or 0 for no limit"
+                f"more often, half of {'service' if service else key}.timeout_s={2 * longest_s:g}, or 0 for no limit"
             )
 
 

@@ -42,6 +42,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "verifier_unsent/*": Metric("completions", "the same: not valid text, or 64 MiB or more of it"),
         "verifier_batch_failed/*": Metric("batches", "without a verdict; their completions were judged again alone"),
         "verifier_forked/*": Metric("processes", "that the verifier left behind, and that were killed"),
+        "verifier_waiting/*": Metric("completions", "with a worker for 10 s or more now: perhaps a service is down"),
         "verifier_mean_s/*": Metric("s", "to judge one completion of this task, without waiting for a worker"),
         "verifier_judge_requests/*": Metric("requests", "to the model that judges this task, retries included"),
         "verifier_judge_retries/*": Metric("requests", "of these, because the previous one gave no grade"),

@@ -1,4 +1,4 @@
-"""Task "llm_judge": a model behind an endpoint grades the completion, as [judge] of the run file specifies.
+"""Task "llm_judge": a model at an endpoint, or a service of the run, grades the completion, as [judge] specifies.
 
 Input: a completion and a reference, a text or a whole record.  Output: a RewardOutcome from 0.0 for the worst grade to
 1.0 for the best, with part `grade`.  A judge that is down, or gives no grade, is a verifier error and never a reward.
@@ -10,26 +10,31 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import socket
-import stat
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from http.client import HTTPException
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 from rlhpc.base.files import append_lines
+from rlhpc.config.tables_models import ServiceConfig
 from rlhpc.config.tables_services import JudgeConfig
 from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.rewards.outcomes import JudgedOutcome
+from rlhpc.rewards.service_client import (
+    AskingLimits,
+    ModelServer,
+    ServiceClient,
+    Unusable,
+    fields_for,
+    identity_of,
+    parsed_template,
+    patience_with,
+    places_of,
+    read_key,
+)
 from rlhpc.rewards.task_settings import task_settings
 
 # ---------------------------------------------------------------------------------------------------------- judge cache
@@ -132,215 +137,69 @@ class _File:
             return None
 
 
-# ------------------------------------------------------------------------------------------------------- judge endpoint
-#
-# Query an OpenAI-compatible endpoint, with retries of passing errors, within the allowed rate.
-#
-# Input: messages.  Output: the text of a reply, with its tokens; JudgeFailed if there is none.  Blocks: a reward worker
-# judges one completion at a time.  The standard library only; a redirect is not followed, since that would pass the key
-# on.
-
-Messages = Sequence[dict[str, str]]
-_MOST_BYTES = 4 << 20  # of a reply
-_WORTH_ANOTHER_TRY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-_SHOWN_REPLY_CHARACTERS = 160
-
-
-class JudgeFailed(Exception):
-    """No grade: no statement about the completion.  costs: spent nevertheless."""
-
-    def __init__(self, why: str, costs: dict[str, float]) -> None:
-        """costs: figures by name, as in outcomes.COSTS."""
-        super().__init__(why)
-        self.costs = costs
+# ------------------------------------------------------------------------------------------------------ judge's answers
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Content of a reply."""
-
-    text: str
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    is_cut: bool = False  # at judge.max_tokens
-
-
-class _Unusable(Exception):
-    """One attempt has failed.  wait_s: wait requested by the endpoint; None: none."""
-
-    def __init__(self, why: str, *, is_final: bool = False, wait_s: float | None = None) -> None:
-        super().__init__(why)
-        self.is_final, self.wait_s = is_final, wait_s
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_arguments: Any, **_settings: Any) -> None:
-        return None
-
-
-@dataclass
-class JudgeConnection:
-    """One worker's connection, its share of the rate, and its clock."""
+class _Replies:
+    """Reads chat completions, and refuses those without a grade."""
 
     settings: JudgeConfig
-    requests_per_s: float = 0.0  # of this worker; 0: no limit
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    _next_at: float = field(default=0.0, init=False)
+    has_grade: Callable[[str], bool]
 
-    def __post_init__(self) -> None:
-        """Read the key.  Raises ValueError if it is missing, or others may read it."""
-        self._key = read_key(self.settings)
-        self._opener = urllib.request.build_opener(_NoRedirect)
-
-    def ask(self, messages: Messages, usable: Callable[[str], bool], costs: dict[str, float]) -> Answer:
-        """Return the first usable reply; adds to costs.  Raises JudgeFailed, after timeout_s at the latest."""
-        judge, end = self.settings, self.clock() + self.settings.timeout_s
-        wait_s, why = judge.backoff_s, ""
-        for attempt in range(judge.attempts):
-            if not self._has_turn(end):
-                late = f"its turn by judge.requests_per_s={judge.requests_per_s:g} comes after the limit"
-                why += f"{'; ' if why else ''}{late} of judge.timeout_s={judge.timeout_s:g}"
-                break
-            if attempt:
-                costs["judge_retries"] = costs.get("judge_retries", 0.0) + 1
-            try:
-                return self._ask_once(messages, usable, costs, end - self.clock())
-            except _Unusable as failure:
-                why = str(failure)
-                if failure.is_final:
-                    break
-                pause = failure.wait_s if failure.wait_s is not None else wait_s * random.uniform(0.5, 1.0)
-                wait_s *= 2
-                if self.clock() + pause >= end:
-                    why += f"; the {judge.timeout_s:g} s of judge.timeout_s are over"
-                    break
-                if attempt + 1 < judge.attempts:
-                    self.sleep(pause)
-        raise JudgeFailed(f"judge at {judge.endpoint}: {why}", costs)
-
-    def _ask_once(
-        self, messages: Messages, usable: Callable[[str], bool], costs: dict[str, float], timeout_s: float
-    ) -> Answer:
-        began = self.clock()
-        costs["judge_requests"] = costs.get("judge_requests", 0.0) + 1
-        try:
-            answer = self._post(messages, max(0.05, timeout_s))
-        finally:
-            costs["judge_s"] = costs.get("judge_s", 0.0) + self.clock() - began
-        costs["judge_prompt_tokens"] = costs.get("judge_prompt_tokens", 0.0) + answer.prompt_tokens
-        costs["judge_completion_tokens"] = costs.get("judge_completion_tokens", 0.0) + answer.completion_tokens
-        if answer.is_cut:  # the grade is missing; an earlier one may be quoted from the completion, or half a number
-            cut = f"the reply was cut off at judge.max_tokens={self.settings.max_tokens}; legal: more"
-            raise _Unusable(f"{cut}: {answer.text[-_SHOWN_REPLY_CHARACTERS:]!r}")
-        if not usable(answer.text):
-            raise _Unusable(f"no grade in the reply {answer.text[-_SHOWN_REPLY_CHARACTERS:]!r}")
-        return answer
-
-    def _post(self, messages: Messages, timeout_s: float) -> Answer:
-        judge = self.settings
-        body = {"model": judge.model, "messages": [*messages], "temperature": judge.temperature,
-                "max_tokens": judge.max_tokens}  # fmt: skip
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        url = f"{judge.endpoint.rstrip('/')}/chat/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        try:
-            with self._opener.open(request, timeout=timeout_s) as reply:
-                return _answer(_read(reply, self.clock, self.clock() + timeout_s))
-        except urllib.error.HTTPError as error:
-            said = _beginning_of(error)
-            is_final = error.code not in _WORTH_ANOTHER_TRY
-            wait_s = _retry_after(error.headers.get("Retry-After"))
-            raise _Unusable(f"status {error.code}: {said}", is_final=is_final, wait_s=wait_s) from error
-        except (OSError, HTTPException) as error:  # refused, reset, timed out, half a reply
-            raise _Unusable(f"{type(error).__name__}: {error}") from error
-
-    def _has_turn(self, end: float) -> bool:
-        """Wait for this worker's next slot of the rate; False at once, without using it, if it comes too late."""
-        if self.requests_per_s > 0:
-            now = self.clock()
-            begin = max(now, self._next_at)
-            if begin >= end:
-                return False
-            self._next_at = begin + 1 / self.requests_per_s
-            if begin > now:
-                self.sleep(begin - now)
-        return True
-
-
-def read_key(judge: JudgeConfig) -> str:
-    """The endpoint's key; "" for none.  Raises ValueError if it is missing, or readable for others than its owner."""
-    if judge.key_variable:
-        if not (key := os.environ.get(judge.key_variable, "").strip()):
-            raise ValueError(f"judge.key_variable={judge.key_variable!r} is not set in the environment of the service")
-        return key
-    if not judge.key_file:
-        return ""
-    try:
-        with Path(judge.key_file).open(encoding="utf-8") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            key = file.read().strip()
-    except OSError as error:
-        raise ValueError(f"judge.key_file={judge.key_file!r} cannot be read: {error.strerror}") from error
-    if mode & 0o077:
-        raise ValueError(f"judge.key_file={judge.key_file!r} has mode {mode:04o}; legal: 0600 (chmod 600)")
-    if not key:
-        raise ValueError(f"judge.key_file={judge.key_file!r} is empty; legal: a key")
-    return key
-
-
-def _read(reply: Any, clock: Callable[[], float], end: float) -> bytes:
-    """The body, within the deadline: a socket's own limit is per piece, so that a slow trickle would never reach it."""
-    found = b""
-    while piece := reply.read1(1 << 16):
-        found += piece
-        if len(found) > _MOST_BYTES:
-            raise _Unusable(f"a reply of more than {_MOST_BYTES} bytes")
-        if clock() > end:
-            raise _Unusable("the reply did not end in time")
-    return found
-
-
-def _beginning_of(error: urllib.error.HTTPError) -> str:
-    """Beginning of an error's body, its first piece; "" if none comes: the status is enough."""
-    with error, suppress(OSError, HTTPException):
-        return bytes(error.read1(_SHOWN_REPLY_CHARACTERS)).decode(errors="replace")
-    return ""
-
-
-def _answer(body: bytes) -> Answer:
-    try:
-        document = json.loads(body)
+    def __call__(self, document: Any) -> str:
+        """Return the text of a chat completion.  Raises Unusable; KeyError and the like for other documents."""
         choice = document["choices"][0]
-        text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
-        usage = document.get("usage") or {}
-        num_read, num_said = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise _Unusable(f"no chat completion: {type(error).__name__}: {body[:_SHOWN_REPLY_CHARACTERS]!r}") from error
-    if not isinstance(text, str):
-        raise _Unusable("a chat completion without text")
-    return Answer(text, num_read, num_said, is_cut)
+        text = choice["message"]["content"]
+        if not isinstance(text, str):
+            raise Unusable("a chat completion without text")
+        shown = repr(text[-_SHOWN_REPLY_CHARACTERS:])
+        if choice.get("finish_reason") == "length":
+            # The grade is missing; an earlier one may be quoted from the completion, or half a number.
+            cut = f"the reply was cut off at judge.max_tokens={self.settings.max_tokens}; legal: more"
+            raise Unusable(f"{cut}: {shown}")
+        if not self.has_grade(text):
+            raise Unusable(f"no grade in the reply {shown}")
+        return text
 
 
-def _retry_after(header: str | None) -> float | None:
-    """Seconds to wait; None without a header, or if it is a date."""
-    try:
-        return max(0.0, float(header)) if header is not None else None
-    except ValueError:
-        return None
+def judge_client(
+    settings: JudgeConfig,
+    service: ServiceConfig | None = None,
+    rendezvous: str = "",
+    requests_per_s: float = 0.0,
+    **clock: Any,
+) -> ServiceClient:
+    """Return a client of the judge at judge.endpoint, or of the service that judge.service names.
+
+    requests_per_s: of this worker.  clock: clock and sleep of the client, if not the usual ones.
+    Raises ValueError if a key is missing, or others may read it, and as places_of.
+    """
+    rate = f"judge.requests_per_s={settings.requests_per_s:g}"
+    if service is not None:
+        patience = replace(patience_with(service, settings.attempts, settings.backoff_s), rate=rate)
+        places, is_of_run = places_of(service, rendezvous), not service.url
+        return ServiceClient(patience, places, is_of_run, requests_per_s, **clock)
+    place = ModelServer(settings.endpoint, settings.model, read_key(settings.key_variable, settings.key_file, "judge."))
+    named = f"judge at {settings.endpoint}"
+    patience = AskingLimits(
+        named, "judge.timeout_s", settings.timeout_s, settings.attempts, settings.backoff_s, rate=rate
+    )
+    return ServiceClient(patience, lambda: [place], requests_per_s=requests_per_s, **clock)
 
 
 # ------------------------------------------------------------------------------------------------------------ llm judge
 
-COMPLETION, REFERENCE = "completion", "reference"
+COMPLETION = "completion"
 _SHOWN_CHARACTERS = 120
+_SHOWN_REPLY_CHARACTERS = 160
 _LIKE_AN_OBJECT = re.compile(r"\{\s*[\"}]")
 _BRACES = re.compile(r'[{}]|"(?:[^"\\\n]|\\.)*+"?')
 _MARKS = " \t\r*_`#>."  # of Markdown, around a grade
 
 
 def llm_judge(completion: str, reference: str) -> RewardOutcome:
-    """Judge a completion.  Raises ValueError for the reference and the settings, JudgeFailed without a grade."""
+    """Judge a completion.  Raises ValueError for the reference and the settings, ServiceFailed without a grade."""
     return _judge_of_this_process()(completion, reference)
 
 
@@ -348,17 +207,24 @@ def llm_judge(completion: str, reference: str) -> RewardOutcome:
 def _judge_of_this_process() -> LlmJudge:
     settings = task_settings()
     cache_at = Path(settings.judge_cache) if settings.judge_cache and settings.judge.cache else None
-    rate = settings.judge.requests_per_s / max(1, settings.num_workers)
-    return LlmJudge(settings.judge, JudgeConnection(settings.judge, rate), JudgeCache(cache_at) if cache_at else None)
+    rate, service = settings.judge.requests_per_s / max(1, settings.num_workers), settings.judge_service
+    client = judge_client(settings.judge, service, settings.rendezvous, rate)
+    model = settings.judge.model if service is None else identity_of(service)
+    return LlmJudge(settings.judge, client, JudgeCache(cache_at) if cache_at else None, model)
 
 
 class LlmJudge:
-    """Template, endpoint, cache and grade."""
+    """Template, client, cache and grade."""
 
-    def __init__(self, settings: JudgeConfig, endpoint: JudgeConnection, cached: JudgeCache | None = None) -> None:
-        """Raises ValueError if the template cannot be read."""
-        self._settings, self._endpoint, self._cache = settings, endpoint, cached
-        self._template = template_of(settings)
+    def __init__(
+        self, settings: JudgeConfig, client: ServiceClient, cached: JudgeCache | None = None, model: str = ""
+    ) -> None:
+        """model: its identity in the cache; default: judge.model.
+
+        Raises ValueError if the template cannot be read.
+        """
+        self._settings, self._client, self._cache = settings, client, cached
+        self._model, self._template = model or settings.model, template_of(settings)
 
     def __call__(self, completion: str, reference: str) -> RewardOutcome:
         """Judge one completion."""
@@ -372,12 +238,13 @@ class LlmJudge:
         def has_grade(text: str) -> bool:
             return grade_in(text, settings, completion) is not None
 
-        digest = digest_of({"model": settings.model, "messages": messages, **sampling})
+        digest = digest_of({"model": self._model, "messages": messages, **sampling})
         reply = self._cache.get(digest) if self._cache else None
         if reply is not None and has_grade(reply):
             costs["judge_cached"] = 1.0
         else:
-            reply = self._endpoint.ask(messages, has_grade, costs).text
+            body = {"messages": messages, **sampling}
+            reply = self._client.ask("chat/completions", body, _Replies(settings, has_grade), costs)
             if self._cache:
                 self._cache.keep(digest, reply)
         grade = grade_in(reply, settings, completion)
@@ -403,34 +270,14 @@ def template_of(settings: JudgeConfig) -> str:
             template = Path(settings.template_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{key} cannot be read: {error}") from error
-    try:
-        parts = [part for part in Formatter().parse(template) if part[1] is not None]
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}; a literal brace is doubled") from error
-    for _, name, style, conversion in parts:
-        if not str(name).isidentifier() or style or conversion:
-            raise ValueError(f"{key}: {{{name}}} is not the plain name of a field; a literal brace is doubled")
-    if COMPLETION not in [name for _, name, _, _ in parts]:
+    if COMPLETION not in parsed_template(key, template):
         raise ValueError(f"{key} does not name {{{COMPLETION}}}: the judge would not see what it judges")
     return template
 
 
 def _fields(template: str, reference: str) -> dict[str, str]:
-    names = {str(name) for _, name, _, _ in Formatter().parse(template) if name} - {COMPLETION}
-    if names <= {REFERENCE}:
-        return {REFERENCE: reference}
-    try:
-        record = json.loads(reference)
-    except ValueError:
-        record = None
-    has: Mapping[str, object] = record if isinstance(record, dict) else {REFERENCE: reference}
-    for name in sorted(names):
-        if has.get(name) is None:
-            raise ValueError(
-                f"judge.template names {{{name}}}; legal: {', '.join([COMPLETION, *has])}, and with "
-                'data.reference_field = "*" the fields of the record'
-            )
-    return {name: value if isinstance(value := has[name], str) else json.dumps(value) for name in names}
+    names = parsed_template("judge.template", template) - {COMPLETION}
+    return fields_for("judge.template", names, reference, [COMPLETION])
 
 
 @dataclass(frozen=True, slots=True)

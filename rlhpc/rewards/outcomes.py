@@ -59,8 +59,10 @@ JUDGED = "judged"  # completions, with a verdict or without
 BATCH_FAILED = "batch_failed"  # batches without any verdict, whose completions were judged again one by one
 FORKED = "forked"  # processes left behind, and killed
 SECONDS = "seconds"  # of judging, waiting for a worker not included
+WAITING = "waiting"  # completions that are with a worker for LONG_S or more now
+LONG_S = 10.0
 COSTS = ("judge_requests", "judge_retries", "judge_cached", "judge_prompt_tokens", "judge_completion_tokens", "judge_s")
-FIGURES = (JUDGED, *FAILURES, BATCH_FAILED, FORKED, SECONDS, *COSTS)
+FIGURES = (JUDGED, *FAILURES, BATCH_FAILED, FORKED, SECONDS, WAITING, *COSTS)
 NO_COSTS: Mapping[str, float] = MappingProxyType({})
 PREFIX = "task:"  # of these figures in a heartbeat
 
@@ -376,13 +378,27 @@ class NoReward(TypeError):
     """A returned value of none of these types."""
 
 
+class NoVerdict(Exception):
+    """A task of ours cannot judge a completion; one of many completions returns it in place of that one's outcome."""
+
+    def __init__(self, why: str, costs: Mapping[str, float]) -> None:
+        """costs: spent nevertheless, by names of COSTS."""
+        super().__init__(why)
+        self.costs = dict(costs)
+
+
 def as_outcome(returned: object) -> RewardOutcome:
-    """Convert a returned value.  Raises NoReward for other types, naming the value; errors of a coroutine."""
+    """Convert a returned value.
+
+    Raises NoReward for other types, naming the value; a NoVerdict that was returned; errors of a coroutine.
+    """
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     match returned := _plain(returned):
         case RewardOutcome():
             return returned
+        case NoVerdict():
+            raise returned
         case Real():
             return RewardOutcome(_as_float(returned), _is_true(returned))
         case Mapping():

@@ -17,7 +17,7 @@ import os
 import signal
 import time
 from asyncio.subprocess import PIPE, Process
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,9 +35,12 @@ from rlhpc.rewards.environments import variables_of
 from rlhpc.rewards.outcomes import (
     DIED,
     HEADER_BYTES,
+    LONG_S,
     OUT_OF_MEMORY,
+    PREFIX,
     TIMED_OUT,
     UNSENT,
+    WAITING,
     Answered,
     DialogueRequest,
     JudgeRequest,
@@ -325,6 +328,7 @@ class RewardPool:
         self.failed_batches: dict[str, str] = {}  # by task: error of the last one
         self._replacements: set[asyncio.Task[None]] = set()
         self._limits: dict[WorkerProcess, float] = {}  # seconds, of workers that are being asked
+        self._begun: dict[WorkerProcess, tuple[str, int, float]] = {}  # task, completions and beginning of what they do
         self._end = ""  # why the pool accepts no more work
         self.num_restarts = 0  # workers replaced since the start
         self._logged: set[tuple[str, ...]] = set()  # causes: exception name, and the traceback's lines with places
@@ -349,6 +353,13 @@ class RewardPool:
         """Seconds within which current work ends: in a verdict, a new worker, or the end of the pool."""
         starting_s = (self._start_timeout_s + 2**_MAX_FAILED_STARTS * _FIRST_BACKOFF_S) * _MAX_FAILED_STARTS
         return max([0.0, *self._limits.values(), starting_s if self._replacements else 0.0])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts for a heartbeat, and how many completions are with a worker for LONG_S or more."""
+        late, waiting = time.monotonic() - LONG_S, Counter[str]()
+        for task, number, began in self._begun.values():
+            waiting[task] += number if began <= late else 0
+        return self.counts.as_metrics() | {f"{PREFIX}{WAITING}:{task}": float(waiting[task]) for task in waiting}
 
     async def start(self) -> None:
         """Start all workers and wait until they are warm.
@@ -438,7 +449,7 @@ class RewardPool:
             self._turns.put_back(task, worker)
             said = Replies(f"cannot be sent to a worker: {error}", UNSENT)
         else:
-            said = await self._ask(Replies, task, worker, frame, self._timeout_of(task))
+            said = await self._ask(Replies, task, worker, frame, self._timeout_of(task), len(batch))
         took_s = time.monotonic() - began
         if not said.error:
             for place, reply in enumerate(said.replies):
@@ -489,14 +500,14 @@ class RewardPool:
         return turn
 
     async def _ask(
-        self, kind: type[_Answer], name: str, worker: WorkerProcess, frame: bytes, timeout_s: float
+        self, kind: type[_Answer], name: str, worker: WorkerProcess, frame: bytes, timeout_s: float, number: int = 1
     ) -> _Answer:
         """Ask a worker, and return it; if it is lost the answer says so.  Raises RoleFailed if the pool has ended.
 
-        name: the task or environment that uses the worker.
+        name: the task or environment that uses the worker.  number: completions that it gets.
         """
         is_whole, began = False, time.monotonic()
-        self._limits[worker] = timeout_s
+        self._limits[worker], self._begun[worker] = timeout_s, (name, number, began)
         try:
             answer = await worker.ask(frame, timeout_s)
             assert isinstance(answer, kind)
@@ -510,7 +521,7 @@ class RewardPool:
             self.counts.count(name, time.monotonic() - began)
             raise
         finally:
-            del self._limits[worker]
+            del self._limits[worker], self._begun[worker]
             # Also when this call was cancelled: a worker that may still reply to the old request cannot be used.
             if is_whole:
                 self._turns.give_back(name, worker)
@@ -608,25 +619,30 @@ def open_pool(
     num_workers: int = 0,
     *,
     judge_cache: Path | None = None,
+    rendezvous: Path | None = None,
     with_environments: bool = False,
 ) -> RewardPool:
     """A pool from the run file, not started yet; num_workers: 0 for rewards.workers_per_replica.
 
-    judge_cache: directory for replies of a judge; None: no cache.  with_environments: workers import and open the
-    datasets' environments before they are ready.
+    judge_cache: directory for replies of a judge; None: no cache.  rendezvous: directory with addresses of the run's
+    services; None: there is no run.  with_environments: workers import and open the datasets' environments before they
+    are ready.
     """
     rewards = config.rewards
+    named = {*tasks, *config.data_tasks}
+    limits = {task: config.time_limit_of(task) for task in named if config.services_asked_by(task)}
+    workers = worker_environment(config, judge_cache, rendezvous)
     num_workers = num_workers or rewards.workers_per_replica
     return RewardPool(
         num_workers,
         rewards.timeout_s,
         preload_tasks=tasks,
         memory_limit_bytes=rewards.memory_bytes,
-        task_timeout_s=rewards.task_timeout_s,
+        task_timeout_s={**rewards.task_timeout_s, **limits},
         task_memory_bytes=rewards.task_memory_bytes,
         batch_size=rewards.batch_size,
         start_timeout_s=start_timeout_s(num_workers, len(os.sched_getaffinity(0))),
-        environment=worker_environment(config, judge_cache) | (variables_of(config) if with_environments else {}),
+        environment=workers | (variables_of(config) if with_environments else {}),
     )
 
 

@@ -29,6 +29,7 @@ from rlhpc.base.user_code import (
     refuse_unknown,
     required_parameters,
 )
+from rlhpc.config.tables_models import RewardModelConfig
 from rlhpc.config.tables_services import CODE_TASKS, CompositeConfig, JudgeConfig, SandboxConfig
 from rlhpc.protocol.contracts import RewardFunction, RewardOutcome
 from rlhpc.protocol.errors import ConfigError
@@ -206,6 +207,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "multiple_choice": "rlhpc.rewards.text_answer:multiple_choice",
         "reasoning_gym": "rlhpc.rewards.reasoning_gym:reasoning_gym",
         "regex": "rlhpc.rewards.text_answer:regex",
+        "reward_model": "rlhpc.rewards.reward_model:reward_model",
         "token_f1": "rlhpc.rewards.text_answer:token_f1",
     }
 )
@@ -213,12 +215,22 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 
 # Tasks that read text before an answer, or might take it for the answer: thoughts are cut off for them.
 JUDGE_EVERYTHING = frozenset(
-    ("exact_match", "instruction_following", "json_schema", "llm_judge", "multiple_choice", "regex", "token_f1")
+    (
+        "exact_match",
+        "instruction_following",
+        "json_schema",
+        "llm_judge",
+        "multiple_choice",
+        "regex",
+        "reward_model",
+        "token_f1",
+    )
 )
+ASK_SERVICES = ("llm_judge", "reward_model")  # their check needs settings of the run file: composite_reference_check
 
 # Import paths of checks of references before a run; each raises ValueError with the legal values.
 CHECKS: Mapping[str, str] = MappingProxyType(
-    {name: f"{path.partition(':')[0]}:check_{name}" for name, path in BUILT_IN.items() if name != "llm_judge"}
+    {name: f"{path.partition(':')[0]}:check_{name}" for name, path in BUILT_IN.items() if name not in ASK_SERVICES}
     | {
         "exact_match": "rlhpc.rewards.text_answer:check_text_match",
         "reasoning_gym": "rlhpc.rewards.reasoning_gym_reference:check_reasoning_gym",
@@ -322,9 +334,21 @@ def resolve_composite(task: str) -> RewardFunction:
 
 
 def composite_reference_check(
-    task: str, composites: Mapping[str, CompositeConfig], judge: JudgeConfig, sandbox: SandboxConfig | None = None
+    task: str,
+    composites: Mapping[str, CompositeConfig],
+    judge: JudgeConfig,
+    sandbox: SandboxConfig | None = None,
+    scores: RewardModelConfig | None = None,
 ) -> Callable[[str], None] | None:
-    """A check that raises ValueError for a reference that the task, or a part of a composite, cannot read."""
+    """A check that raises ValueError for a reference that the task, or a part of a composite, cannot read.
+
+    scores: [reward_model] of the run file.
+    """
+    if task == "reward_model":
+        # Imported here for the same reason as below.
+        from rlhpc.rewards import reward_model
+
+        return partial(reward_model.check_reward_model, settings=scores or RewardModelConfig())
     if task == "llm_judge":
         # Imported here because only this task needs it before a run.
         from rlhpc.rewards import llm_judge
@@ -335,7 +359,8 @@ def composite_reference_check(
         if check is None or sandbox is None or task not in CODE_TASKS:
             return check
         return partial(check, settings=sandbox)
-    checks = {name: composite_reference_check(part, {}, judge, sandbox) for name, part in settings.tasks.items()}
+    parts = settings.tasks.items()
+    checks = {name: composite_reference_check(part, {}, judge, sandbox, scores) for name, part in parts}
 
     def check_parts(reference: str) -> None:
         given = references(settings, reference)

@@ -35,6 +35,7 @@ from rlhpc.rewards.outcomes import (
     JudgedOutcome,
     JudgeRequest,
     NoReward,
+    NoVerdict,
     Ready,
     Replies,
     Reply,
@@ -210,6 +211,8 @@ def _judge(request: JudgeRequest, functions: dict[str, RewardFunction]) -> Repli
             replies.append(replace(_checked(outcome, len(completion)), costs=costs))
         except NoReward as error:
             replies.append(_error(_describe(error)))
+        except NoVerdict as error:
+            replies.append(Reply(error=_said(_describe(error)), failure=RAISED, costs=error.costs))
     return Replies(replies=replies)
 
 

@@ -58,7 +58,14 @@ async def _serve(context: RoleContext) -> None:
     stop = stop_event()
     config = context.config
     check_sandbox(config.sandbox, is_needed=runs_programs(config))
-    pool = open_pool(config, judged_tasks(config), judge_cache=context.layout.judge_replies, with_environments=True)
+    layout = context.layout
+    pool = open_pool(
+        config,
+        judged_tasks(config),
+        judge_cache=layout.judge_replies,
+        rendezvous=layout.rendezvous,
+        with_environments=True,
+    )
     try:
         starting = asyncio.create_task(pool.start())
         await unless_stopped(stop, starting)
@@ -129,7 +136,7 @@ class RewardService:
                 "queued": float(num_waiting),
                 "judged": float(self._num_judged),
                 "restarts": float(self._pool.num_restarts),
-                **self._pool.counts.as_metrics(),
+                **self._pool.metrics(),
             },
         )
 

@@ -180,8 +180,9 @@ async def _serve(engine: GenerationEngine, sampling: Sampling, session: Controll
             return
         leases, services, control = channels
         rewards = context.config.rewards
+        verdict_s = rewards.longest_timeout_s + context.config.longest_service_patience_s
         judges = await stack.enter_async_context(
-            RpcClient(services, max_attempts=rewards.max_attempts, silence_s=rewards.longest_timeout_s + SILENT_S)
+            RpcClient(services, max_attempts=rewards.max_attempts, silence_s=verdict_s + SILENT_S)
         )
         await control.send(hello(context, engine.weight_devices))
         stack.callback(sampling.detach)

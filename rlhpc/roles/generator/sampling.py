@@ -506,7 +506,7 @@ class Sampling:
 
     async def _attempts(self, judges: RpcClient, request: RewardRequest | TurnRequest) -> Any:
         rewards = self._config.rewards
-        timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.longest_timeout_s)
+        timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.longest_timeout_s) + self._config.longest_service_patience_s
         tried: set[int] = set()  # a replica on a broken node fails fast, so that it would always be the idlest
         reply = await judges.call(request, timeout_s, tried)
         for _ in range(1, rewards.max_attempts):

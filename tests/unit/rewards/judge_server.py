@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
             judge.keys.append(self.headers.get("Authorization"))
             judge.times.append(time.monotonic())
             answer = judge.script.pop(0) if len(judge.script) > 1 else judge.script[0]
-        answer = answer(body) if callable(answer) else answer
+        answer = answer({"path": self.path, **body}) if callable(answer) else answer
         if isinstance(answer, int):
             self._send(answer, b'{"error": "no"}', judge.headers)
         elif answer == "slow":
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.requests.append({"path": self.path})
-        self._send(200, b"{}")
+        self._send(200, b'{"object": "list", "data": [{"id": "listed"}]}')
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

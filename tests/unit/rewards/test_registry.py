@@ -21,6 +21,7 @@ from rlhpc.rewards import registry
 from rlhpc.rewards.outcomes import QUARANTINED, ErrorGate
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.registry import (
+    ASK_SERVICES,
     BUILT_IN,
     CHECKS,
     asks_for_record,
@@ -49,7 +50,7 @@ def test_a_users_own_function_is_named_by_its_import_path():
 @pytest.mark.parametrize("check", [validate_task, resolve])
 @pytest.mark.parametrize("task", ["maths_answer", "", "a.b.c", "a b:c", "pkg:f.g", "../x:f"])
 def test_an_unknown_task_is_refused_and_the_legal_ones_are_listed(check, task):
-    with pytest.raises(ConfigError, match=r"regex, token_f1, or package.module:function"):
+    with pytest.raises(ConfigError, match=r"regex, reward_model, token_f1, or package.module:function"):
         check(task)
 
 
@@ -379,8 +380,8 @@ def test_tests_that_no_program_could_pass_are_refused(task, reference, why):
 
 
 def test_every_task_checks_references_and_the_cases_here_cover_it():
-    # What a judge's template needs stands in the run file: test_llm_judge.py.
-    assert {*CHECKS, "llm_judge"} == set(BUILT_IN)
+    # What a template needs stands in the run file: test_llm_judge.py, test_reward_model.py.
+    assert {*CHECKS, *ASK_SERVICES} == set(BUILT_IN)
     for name, rows in (("GOOD", GOOD), ("BAD", BAD)):
         covered = {task for task, *_ in rows}
         assert not set(CHECKS) - covered, f"add a row to {name} of this file for {sorted(set(CHECKS) - covered)}"
