@@ -154,6 +154,8 @@ def _trials(config: Config) -> Iterator[_Trial]:
 def _is_tried(config: Config, task: str) -> bool:
     if task == OWN_REWARD or is_code(config, task):
         return False
+    if any(service.path is not None for service in config.services_asked_by(task)):
+        return False  # they start with the run
     parts = config.parts_of(task)
     return any(part not in BUILT_IN for part in parts) or bool(config.shaping.part_weights and "llm_judge" not in parts)
 

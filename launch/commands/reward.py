@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,8 @@ OPEN = (
     "text",
     "composite",
     "judge",
+    "reward_model",
+    "service",
 )  # sections that the words may change
 _SHOWN_CHARACTERS = 60
 
@@ -52,6 +55,13 @@ def judge_records(options: argparse.Namespace) -> int:
     field = options.reference or _reference_field(config, options.task)
     for part in config.parts_of(options.task):
         validate_task(part, config.rewards.task_arguments.get(part, {}))
+    for service in config.services_asked_by(options.task):
+        if service.path is not None:
+            raise ConfigError(
+                f"{options.task!r} asks service {service.name!r}, which a run starts, and there is none here; legal: "
+                f"the address of a server with this model, service=[{{ name = {service.name!r}, kind = "
+                f'{service.kind!r}, url = "http://HOST:PORT/v1" }}]'
+            )
     check_sandbox(config.sandbox, is_needed=is_code(config, options.task))
     records = _records(file)
     if not records:
@@ -76,7 +86,7 @@ def judge_records(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace, words: Sequence[str]) -> Config:
     for word in words:
-        if word.partition(".")[0].strip() not in OPEN:
+        if re.split("[.=]", word)[0].strip() not in OPEN:
             legal = ", ".join(f"{section}.…" for section in OPEN)
             raise ConfigError(
                 f"{word!r}: not a setting of `rlhpc reward`; legal: {legal}, the others in --run RUN.toml"

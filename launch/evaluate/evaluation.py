@@ -32,6 +32,7 @@ from launch.evaluate.request import Request, Target, evaluation_config, of_run_f
 from launch.plan.gpu_map import VARIABLE, GpuMap, map_gpus
 from launch.run_directory.inputs import look_at_data
 from launch.run_files.records import last_error_in
+from launch.run_files.run_state import read_progress
 from launch.supervisor.local_run import private_temporary_directory
 from launch.supervisor.role_task import caches_below
 from rlhpc.base.files import PRIVATE, leave_deleted_directory, write_atomically
@@ -64,6 +65,7 @@ from rlhpc.protocol.types import FinishReason, Verdict
 
 
 LOCK = RunLayout(Path()).lock.name
+_SILENT_S = 120.0  # a run whose controller has written no status for so long does not live
 _ADVICE = "--out DIRECTORY keeps both; --fresh deletes these samples"
 LONGEST_VALUE = 80  # characters of a value in a message
 
@@ -634,9 +636,38 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
             **_corpus(config),
             **_judge_template(config),
         },
+        rendezvous=_rendezvous_of_services(target, config),
     )
     directory = request.out or target.home / f"{target.title}-{request.name}"
     return Evaluation(target, request, settings, without_dots(directory))
+
+
+def _rendezvous_of_services(target: Target, config: Config) -> str:
+    """Directory with addresses of the run's services that the task asks; "" if it asks none.
+
+    Raises ConfigError if the run does not live.
+    """
+    asked = [each for task in config.data_tasks for each in config.services_asked_by(task) if each.path is not None]
+    if not asked:
+        return ""
+    layout = RunLayout(_directory_of(target))
+    progress = read_progress(layout)
+    if progress is None or progress.is_over or progress.age_s > _SILENT_S:
+        words = f'service=[{{ name = "{asked[0].name}", kind = "{asked[0].kind}", url = "http://HOST:PORT/v1" }}]'
+        raise ConfigError(
+            f"data.task={config.data[0].task!r} asks service {asked[0].name!r}, which lives as long as its run, and "
+            f"the run does not; legal: the address of a server with this model, {words}, or another data.task"
+        )
+    return str(layout.rendezvous)
+
+
+def _directory_of(target: Target) -> Path:
+    """Directory of the run whose settings a target has; it may have been moved since."""
+    if target.checkpoint is not None:
+        return target.checkpoint.parent.parent
+    if target.run is not None and RunLayout(target.run).is_run:
+        return target.run
+    return target.home if target.settings is None else target.settings.run_directory
 
 
 def delete_exports(evaluations: Path) -> None:

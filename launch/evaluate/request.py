@@ -256,7 +256,8 @@ def _complete_checkpoint(layout: RunLayout, step: int | None) -> Path:
 
 
 # Sections that overrides may change.
-OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "math", "text", "composite", "judge", "environment")
+OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "math", "text", "composite", "judge", "environment",
+        "reward_model", "service")  # fmt: skip
 OPEN_KEYS = ("model.dtype", "model.chat_template_kwargs", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 _NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "levels": [], "settings": {}}
@@ -368,9 +369,12 @@ def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
         ("exact_match", "text"),
         ("token_f1", "text"),
         ("llm_judge", "judge"),
+        ("reward_model", "reward_model"),
     ):
         if part in run.parts_of(task):
             found[key] = getattr(run, key).model_dump(mode="json")
+    if services := run.services_asked_by(task):
+        found["service"] = [each.model_dump(mode="json") for each in services]
     if task in run.composite:
         found["composite"] = {task: run.composite[task].model_dump(mode="json")}
     return found

@@ -71,6 +71,11 @@ class ServiceConfig(Section):
     """Patience of a request with the service, restarts and retries included; then its rollout's verdict is
     verifier_error."""
 
+    @property
+    def identity(self) -> str:
+        """Name of its model by what determines its replies, and not by an address of a run."""
+        return f"{self.url} {self.model}".strip() if self.path is None else str(self.path.absolute())
+
     @rule
     def there_is_one_of_both(self, config: Config, key: Keys) -> Faults:
         """`path` of a checkpoint, or `url` of a server: one of both."""

@@ -50,6 +50,7 @@ class EvaluationSettings:
     num_prompts: int  # the first ones in the seeded order
     temperature: float  # 0: the most likely token each time
     inputs: dict[str, Any]  # digests of the files that samples depend on
+    rendezvous: str = ""  # directory with addresses of services of a run that lives; "": none is asked
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -77,7 +78,10 @@ class EvaluationSettings:
 
     def write(self, directory: Path) -> None:
         """Write the settings into an evaluation's directory.  Raises OSError."""
-        document = {"config": self.config.model_dump(mode="json"), **{name: getattr(self, name) for name in _PLAIN}}
+        document = {
+            "config": self.config.model_dump(mode="json"),
+            **{name: getattr(self, name) for name in (*_PLAIN, *_LATER)},
+        }
         write_atomically(directory / NAME, json.dumps(document, indent=1).encode())
 
 
@@ -101,15 +105,19 @@ def _of_tasks(config: Config) -> dict[str, Any]:
             ("math_answer", "math", config.math),
             ("exact_match", "text", config.text),
             ("token_f1", "text", config.text),
+            ("reward_model", "reward_model", config.reward_model),
         ):
             if part in config.parts_of(task):
                 values = table.model_dump(mode="json", exclude=_EFFORT)
+                if (service := config.service_asked_by(part)) is not None:
+                    values |= {"service": service.identity}
                 found |= {f"{key}.{name}": value for name, value in values.items()}
     return found
 
 
 _EFFORT = {"timeout_s", "attempts", "backoff_s", "requests_per_s", "key_variable", "key_file", "cache"}  # of no verdict
 _PLAIN = ("title", "samples_per_prompt", "num_prompts", "temperature", "inputs")
+_LATER = ("rendezvous",)  # absent from older files
 
 
 def read_settings(directory: Path) -> EvaluationSettings | None:
@@ -118,7 +126,8 @@ def read_settings(directory: Path) -> EvaluationSettings | None:
     try:
         document = json.loads(path.read_bytes())
         config = Config.model_validate(document["config"])
-        return EvaluationSettings(config, **{name: document[name] for name in _PLAIN})
+        later = {name: document[name] for name in _LATER if name in document}
+        return EvaluationSettings(config, **{name: document[name] for name in _PLAIN}, **later)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, ValidationError) as error:

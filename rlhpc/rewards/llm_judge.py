@@ -29,7 +29,6 @@ from rlhpc.rewards.service_client import (
     ServiceClient,
     Unusable,
     fields_for,
-    identity_of,
     parsed_template,
     patience_with,
     places_of,
@@ -209,7 +208,7 @@ def _judge_of_this_process() -> LlmJudge:
     cache_at = Path(settings.judge_cache) if settings.judge_cache and settings.judge.cache else None
     rate, service = settings.judge.requests_per_s / max(1, settings.num_workers), settings.judge_service
     client = judge_client(settings.judge, service, settings.rendezvous, rate)
-    model = settings.judge.model if service is None else identity_of(service)
+    model = settings.judge.model if service is None else service.identity
     return LlmJudge(settings.judge, client, JudgeCache(cache_at) if cache_at else None, model)
 
 

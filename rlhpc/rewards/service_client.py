@@ -101,11 +101,6 @@ def places_of(service: ServiceConfig, rendezvous: str) -> Callable[[], list[Mode
     ]
 
 
-def identity_of(service: ServiceConfig) -> str:
-    """Name a service's model by what determines its replies, and not by an address."""
-    return str(service.path) if service.path is not None else f"{service.url} {service.model}".strip()
-
-
 def read_key(key_variable: str, key_file: str, place: str = "") -> str:
     """The key that a variable or a file holds; "" for none.  place: of the two settings, such as "judge.".
 

@@ -93,7 +93,9 @@ async def _evaluate(directories: Sequence[Path], index: int, num_shares: int) ->
         stack.push_async_callback(engine.close)
         check_sandbox(config.sandbox, is_needed=runs_programs(config))
         num_workers = _share_of_workers(config.rewards.workers_per_replica, num_shares)
-        pool = open_pool(config, judged_tasks(config), num_workers, with_environments=True)
+        at = missing[0][1].rendezvous  # of the run to which all belong
+        services = Path(at) if at else None
+        pool = open_pool(config, judged_tasks(config), num_workers, rendezvous=services, with_environments=True)
         await stack.enter_async_context(pool)
         free = asyncio.Queue[int]()
         for number in range(1, 1 + num_slots):

@@ -510,6 +510,44 @@ def test_samples_count_by_what_a_judge_is_asked_and_not_by_the_name_of_the_file(
     assert differing == {"inputs.judge.template_file"}
 
 
+def test_services_of_a_run_are_asked_while_it_lives_and_a_url_at_any_time(model):
+    scores = {"name": "scores", "kind": "reward", "path": "/models/scores"}
+    layout = a_run(model, 4, data={"path": "d", "task": "reward_model"}, service=[scores])
+    data = model.parent / "test.jsonl"
+
+    def planned(*words: str) -> EvaluationSettings:
+        target = find_target(layout.root, None)
+        given = [*NEEDED[1:], "data.reference_field=*", *words]
+        request = requests_of(options_of(str(layout.root), str(data), *given), target)[0]
+        return plan_evaluation(target, request, runs_here=False).settings
+
+    def status(phase: str, age_s: float) -> None:
+        document = {"phase": phase, "step": 4, "roles": [], "unix_time_s": time.time() - age_s}
+        layout.status.write_text(json.dumps(document))
+
+    at_url = 'service=[{name = "scores", kind = "reward", url = "http://127.0.0.1:9/v1"}]'
+    for phase, age_s in ((None, 0.0), ("complete", 0.0), ("stopped", 0.0), ("training", 3600.0)):
+        if phase:
+            status(phase, age_s)
+        with pytest.raises(ConfigError, match=r"asks service 'scores', which lives as long as its run.*url ="):
+            planned()
+        assert planned(at_url).rendezvous == ""
+    status("training", 1.0)
+    settings = planned()
+    assert settings.rendezvous == str(layout.rendezvous)
+    (place := model.parent / "evaluation").mkdir()
+    settings.write(place)
+    assert read_settings(place) == settings
+    document = json.loads((place / NAME).read_text())
+    (place / NAME).write_text(json.dumps({key: value for key, value in document.items() if key != "rendezvous"}))
+    older = read_settings(place)
+    assert older is not None
+    assert older.rendezvous == ""
+    assert settings.identity["reward_model.service"] == "/models/scores"  # samples do not depend on where it answered
+    assert planned(at_url).identity["reward_model.service"] == "http://127.0.0.1:9/v1"
+    assert planned("data.task=integer_arithmetic", "data.reference_field=answer").rendezvous == ""
+
+
 def test_a_run_file_says_whether_its_average_is_evaluated(model):
     layout = with_table(model, keep_best="", stop_after=None, max_prompt_tokens=12)
     target = find_target(layout.root, 4)

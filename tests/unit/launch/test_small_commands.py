@@ -32,6 +32,7 @@ from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError, RunDirectoryError
 from tests.full_disk import fill, small_disk
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files, write_jsonl
 from tests.unit.launch.public_models import head_of, part_of
+from tests.unit.rewards.judge_server import judging
 
 # --------------------------------------------------------- `rlhpc data`: what it shows of a dataset, and what it writes
 
@@ -238,6 +239,21 @@ def test_a_table_has_a_row_for_each_record_and_a_failed_verifier_is_no_reward(fi
     write(file, RECORDS[:2])
     assert main(["reward", "integer_arithmetic", str(file)]) == 0, "all were judged, not all are right"
     assert "1 wrong, 0 verifier_error" in capsys.readouterr().out
+
+
+@pytest.mark.starts
+def test_a_service_that_a_run_starts_is_asked_at_a_url_here(tmp_path, capsys):
+    file = write(tmp_path / "answers.jsonl", [{"completion": "4", "prompt": "2+2="}])
+    words = ["reward", "reward_model", str(file), "--reference", "*"]
+    assert main([*words, "service.name=scores", "service.kind=reward", "service.path=/models/scores"]) == EXIT_CONFIG
+    said = capsys.readouterr().err
+    assert "'reward_model' asks service 'scores', which a run starts, and there is none here; legal: " in said
+    assert main(words) == EXIT_CONFIG
+    assert "reward_model.service=''; legal: a table [[service]] with kind='reward'" in capsys.readouterr().err
+    with judging(b'{"data": [{"probs": [2.5]}]}') as server:
+        where = f'service=[{{ name = "scores", kind = "reward", url = "{server.endpoint}", model = "m" }}]'
+        assert main([*words, where, "reward_model.scale=2.0"]) == 0
+    assert re.search(r"^1 +correct +5 +score 2\.5", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.starts

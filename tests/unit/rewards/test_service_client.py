@@ -24,7 +24,6 @@ from rlhpc.rewards.service_client import (
     LONGEST_PAUSE_S,
     ServiceClient,
     ServiceFailed,
-    identity_of,
     patience_with,
     places_of,
 )
@@ -44,7 +43,7 @@ def address(server: JudgeServer, replica: int = 0, **changes: Any) -> ServiceAdd
 def judge_of(
     directory: Path, service: ServiceConfig = SERVICE, cached: JudgeCache | None = None, **clock: Any
 ) -> LlmJudge:
-    return LlmJudge(JUDGE, judge_client(JUDGE, service, str(directory), **clock), cached, identity_of(service))
+    return LlmJudge(JUDGE, judge_client(JUDGE, service, str(directory), **clock), cached, service.identity)
 
 
 class Clock:
