@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +20,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from rlhpc.agents.host import AgentProcesses, Ended
 from rlhpc.agents.openai_format import (
     AgentRequest,
     AgentTurn,
-    Refused,
     SamplingSettings,
     chunks,
     completion,
@@ -45,6 +43,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import RoleFailed
 from rlhpc.protocol.types import RolloutRequest
 from rlhpc.rewards.outcomes import DIED, INVALID, RAISED, NoReward, TaskCounts
+from rlhpc.transport.http_server import HttpServer, Refused, has_bearer, read_json
 
 # ------------------------------------------------------------------------------------------------------------- endpoint
 #
@@ -60,12 +59,9 @@ from rlhpc.rewards.outcomes import DIED, INVALID, RAISED, NoReward, TaskCounts
 
 log = logging.getLogger("rlhpc.agents")
 LOOPBACK = "127.0.0.1"
-IDLE_CONNECTION_S = 75.0
-SHUTDOWN_S = 0.1  # for requests under way; their sessions are over
 _Read = Callable[[object, SamplingSettings], AgentRequest]
 _Whole = Callable[[str, AgentTurn, AgentRequest], dict[str, Any]]
 _Pieces = Callable[[str, AgentTurn, AgentRequest], Iterator[dict[str, Any]]]
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,57 +72,37 @@ class Access:
     key: str
 
 
-class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
-    """Drops records of requests that are not HTTP: anyone who reaches the port could fill the log with tracebacks."""
-
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log as a logger does."""
-        if not isinstance(kwargs.get("exc_info"), HttpProcessingError):
-            super().log(level, msg, *args, **kwargs)
-
-
 class AgentServer:
     """HTTP server for the sessions of a generator."""
 
     def __init__(self, *, run: SamplingSettings, max_request_bytes: int) -> None:
-        self._run, self._max_request_bytes = run, max_request_bytes
-        self._secret = secrets.token_bytes(32)
+        self._run, self._secret = run, secrets.token_bytes(32)
         self._sessions: dict[str, AgentSession] = {}
-        self._runner: web.AppRunner | None = None
-        self.address = ""  # http://HOST:PORT, once it is open
+        self._server = HttpServer(
+            log, is_allowed=self._is_allowed, max_request_bytes=max_request_bytes, limit="agent.max_request_bytes"
+        )
+        self._server.post("/{session}/v1/chat/completions", self._complete)
+        self._server.post("/{session}/v1/completions", self._complete_text)
+        self._server.post("/{session}/v1/reward", self._reward)
+        self._server.get("/{session}/v1/models", self._models)
 
     async def open(self, reach: str) -> None:
         """Listen on a port that the kernel chooses; reach: generation.endpoint.  Raises RoleFailed."""
-        app = web.Application(middlewares=[self._guarded], client_max_size=self._max_request_bytes)
-        app.router.add_post("/{session}/v1/chat/completions", self._complete, expect_handler=self._expect)
-        app.router.add_post("/{session}/v1/completions", self._complete_text, expect_handler=self._expect)
-        app.router.add_post("/{session}/v1/reward", self._reward, expect_handler=self._expect)
-        app.router.add_get("/{session}/v1/models", self._models)
-        app.on_response_prepare.append(_without_server)
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            handle_signals=False,
-            keepalive_timeout=IDLE_CONNECTION_S,
-            shutdown_timeout=SHUTDOWN_S,
-            logger=_OnlyOurs(log, {}),
-        )
-        await self._runner.setup()
         host = LOOPBACK if reach == "local" else host_address()
-        site = web.TCPSite(self._runner, host, 0)
         try:
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise RoleFailed(f"the endpoint for agents cannot listen on {host}: {error}") from error
-        port = self._runner.addresses[0][1]
-        self.address = f"http://{host}:{port}"
+            await self._server.open(host)
+        except RoleFailed as error:
+            raise RoleFailed(f"the endpoint for agents {error}") from error
         log.info("agents sample at %s", self.address)
+
+    @property
+    def address(self) -> str:
+        """http://HOST:PORT, once it is open."""
+        return self._server.address
 
     async def close(self) -> None:
         """Refuse further requests, and end those under way.  Idempotent."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._server.close()
 
     def admit(self, session: AgentSession) -> Access:
         """Accept requests to a session from now on, with this key."""
@@ -145,32 +121,7 @@ class AgentServer:
 
     def _is_allowed(self, request: web.Request) -> bool:
         name = request.path.removeprefix("/").partition("/")[0]  # of CONNECT and of "*" there is no path
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        wanted = self._key_of(name)
-        is_right = hmac.compare_digest(key.strip().encode(errors="replace"), wanted.encode())
-        return is_right and kind.lower() == "bearer"
-
-    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
-        """Answer "Expect: 100-continue": 401 without the right key, as for any request."""
-        if not self._is_allowed(request):
-            return web.Response(status=401)
-        if request.transport is not None:
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return None
-
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if not self._is_allowed(request):
-            return web.Response(status=401)
-        try:
-            return await handler(request)
-        except Refused as refusal:
-            return _error(refusal.status, str(refusal), refusal.code)
-        except web.HTTPException as error:
-            if error.status == 413:
-                said = f"the request is longer than agent.max_request_bytes={self._max_request_bytes}"
-                return _error(413, said, "request_too_large")
-            return _error(error.status, f"{request.method} {request.path}: {error.reason}", "no_such_thing")
+        return has_bearer(request, self._key_of(name))
 
     # -------------------------------------------------------------------------------------------------- what is offered
 
@@ -188,7 +139,7 @@ class AgentServer:
 
     async def _answered(self, request: web.Request, read: _Read, whole: _Whole, pieces: _Pieces) -> web.StreamResponse:
         session = self._session(request)
-        asked = read(_without_halves(await _json(request)), self._run)
+        asked = read(await read_json(request), self._run)
         turn = await session.ask(asked)
         if not asked.is_streamed:
             return web.json_response(whole(session.name, turn, asked))
@@ -203,7 +154,7 @@ class AgentServer:
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         try:
-            outcome = outcome_of(await _json(request))
+            outcome = outcome_of(await read_json(request))
         except NoReward as error:
             raise Refused(f"no reward: {error}") from error
         session.report(outcome)
@@ -213,36 +164,6 @@ class AgentServer:
         self._session(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlhpc"}
         return web.json_response({"object": "list", "data": [model]})
-
-
-async def _json(request: web.Request) -> Any:
-    body = await request.read()
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}") from error
-
-
-def _without_halves(body: Any) -> Any:
-    """Return the body.  Raises Refused: JSON can spell half a surrogate pair, which no tokenizer reads."""
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = str(error.object)[error.start]
-        raise Refused(f"the body holds {half!r}, half of a surrogate pair, which is no character") from error
-    except RecursionError as error:
-        raise Refused(f"the body is nested too deeply: {error}") from error
-    return body
-
-
-async def _without_server(_request: web.Request, response: web.StreamResponse) -> None:
-    """Remove the Server header, which shows versions of libraries."""
-    response.headers.pop("Server", None)
-
-
-def _error(status: int, message: str, code: str) -> web.Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return web.json_response({"error": error}, status=status)
 
 
 # --------------------------------------------------------------------------------------------------------------- agents

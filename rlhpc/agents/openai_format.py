@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhpc.environments.tools import FORMS, Call
+from rlhpc.transport.http_server import Refused
 
 # ------------------------------------------------------------------------------------------------------------- requests
 
@@ -46,14 +47,6 @@ _IDLE = frozenset(
         "prompt_cache_key", "timeout",
     }
 )  # fmt: skip
-
-
-class Refused(Exception):
-    """A refused request; status, code and message are for the agent."""
-
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +81,7 @@ def read_request(body: object, run: SamplingSettings) -> AgentRequest:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("tools: a list of objects")
-    return asked_of(body, tuple(_message(place, message) for place, message in enumerate(messages)), tuple(tools))
+    return asked_of(body, tuple(read_message(place, message) for place, message in enumerate(messages)), tuple(tools))
 
 
 def asked_of(
@@ -102,7 +95,7 @@ def asked_of(
     return AgentRequest(
         messages=messages,
         tools=tools,
-        max_tokens=_limit(body),
+        max_tokens=asked_limit(body),
         model=str(body.get("model") or ""),
         is_streamed=bool(body.get("stream")),
         with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
@@ -153,7 +146,7 @@ def refuse_other_distributions(
             )
 
 
-def _limit(body: Mapping[str, Any]) -> int | None:
+def asked_limit(body: Mapping[str, Any]) -> int | None:
     """Requested limit of this turn's tokens; None: none.  Raises Refused."""
     given = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
     for value in given:
@@ -162,7 +155,7 @@ def _limit(body: Mapping[str, Any]) -> int | None:
     return min(given, default=None)
 
 
-def _message(place: int, message: object) -> Message:
+def read_message(place: int, message: object) -> Message:
     """One message, normalised for templates and comparisons.  Raises Refused."""
     where = f"messages.{place}"
     if not isinstance(message, dict) or message.get("role") not in ROLES:

@@ -27,7 +27,6 @@ from rlhpc.agents.openai_format import (
     AgentTurn,
     Message,
     Plain,
-    Refused,
     added,
     first_difference,
     is_same,
@@ -41,6 +40,7 @@ from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.messages import RewardReply, TurnReply
 from rlhpc.protocol.types import Int32, Verdict
 from rlhpc.rewards.outcomes import DIED, INVALID, OF_AGENTS, TIMED_OUT, NoReward, as_outcome, fault_of, sendable
+from rlhpc.transport.http_server import Refused
 
 # -------------------------------------------------------------------------------------------------------------- reports
 #

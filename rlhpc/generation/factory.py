@@ -7,10 +7,14 @@ import hashlib
 import importlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from rlhpc.base.native import loading_libraries
 from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import LoraConfig
+from rlhpc.config.tables_models import ServiceConfig
 from rlhpc.data.tokenizer import Decode, no_text
+from rlhpc.models.weights import object_in
 from rlhpc.protocol.contracts import GenerationEngine, WeightReceiver
 
 SEED_BITS = 31  # the range that every library behind an engine accepts
@@ -26,15 +30,20 @@ def engine_seed(run_seed: int, replica: int) -> int:
 
 
 async def start_engine(
-    config: Config, *, seed: int, make_decode: Callable[[], Decode] = lambda: no_text, num_adapters: int = 1
+    config: Config,
+    *,
+    seed: int,
+    make_decode: Callable[[], Decode] = lambda: no_text,
+    any_stop: bool = False,
+    num_adapters: int = 1,
 ) -> GenerationEngine:
     """Start one replica's engine; it is ready to sample.
 
     seed: differs between replicas, for draws that (run, group, sample) do not determine.  make_decode: returns the
-    decoder; called if the run has stop strings.  num_adapters: how many vLLM holds at once.
+    decoder; called if the run has stop strings, or requests may have any.  num_adapters: how many vLLM holds at once.
     Raises EngineError and leaves no process behind.
     """
-    decode = make_decode() if config.generation.stop else no_text
+    decode = make_decode() if config.generation.stop or any_stop else no_text
     if config.generation.engine == "scripted":
         # Each engine loads what only it needs: a scripted one runs where there is no vLLM.
         from tests.engines.scripted_engine import ScriptedEngine
@@ -50,6 +59,54 @@ async def start_engine(
         from rlhpc.generation.vllm_engine import VllmEngine
 
     return await VllmEngine.start(config, seed=seed, decode=decode, num_adapters=num_adapters)
+
+
+TEACHER_BATCHED_TOKENS = 2048  # of a step: their logits are held in float32, and a copy
+
+
+def service_settings(config: Config, service: ServiceConfig) -> Config:
+    """Return the settings of a started service's engine: the run's, with the service's model and sizes.
+
+    generation.max_tokens is the longest sequence: for a teacher a rollout and the token that vLLM samples behind it.
+    A size that the run file leaves to us is not larger than the model's own.  Raises ConfigError.
+    """
+    assert service.path is not None, "it is started by others"
+    is_teacher, path = service.kind == "teacher", service.path
+    longest = service.max_tokens or config.generation.max_tokens * (1 if is_teacher else 2)
+    longest += is_teacher
+    if service.max_tokens is None:
+        longest = min(longest, model_number(path, "max_position_embeddings") or longest)
+    model: dict[str, object] = {"path": path, "dtype": service.dtype or config.model.dtype, "chat_template_kwargs": {}}
+    generation: dict[str, object] = {
+        "tensor_parallel": service.tensor_parallel,
+        "max_prompt_tokens": longest - 1,
+        "max_completion_tokens": 1,
+        "temperature": 1.0,
+        "stop": (),
+        "max_num_seqs": service.max_num_seqs,
+        "max_num_batched_tokens": max(TEACHER_BATCHED_TOKENS, service.max_num_seqs) if is_teacher else None,
+        "kv_cache_bytes": service.kv_cache_bytes,
+        "prefix_caching": not is_teacher,  # a teacher computes every token that it scores
+        "seeded_samples": False,
+    }
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "generation": config.generation.model_copy(update=generation),
+            "lora": LoraConfig(),
+            "weights": config.weights.model_copy(update={"staging": "auto"}),
+        }
+    )
+
+
+def model_number(path: Path, key: str) -> int | None:
+    """Return a number of a checkpoint's config.json, of its language model if there are others; None: there is none."""
+    file = path / "config.json"
+    if not file.is_file():
+        return None
+    model = object_in(file)
+    value = model.get(key) or (model.get("text_config") or {}).get(key)
+    return value if isinstance(value, int) else None
 
 
 def _receiver(timeout_s: float, transport: str) -> WeightReceiver:

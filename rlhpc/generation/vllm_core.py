@@ -26,12 +26,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
 from rlhpc.data.tokenizer import StopSearch
-from rlhpc.generation.vllm_requests import FlatPart, PartialCompletion
+from rlhpc.generation.vllm_requests import FlatPart, PartialCompletion, PromptScores
 from rlhpc.protocol.errors import EngineError
-from rlhpc.protocol.types import Float32
 
 YIELD_S = 0.001  # while requests wait and none can be scheduled
 LAST_STEP_S = 30.0  # at the exit of the process, for the last step and vLLM's teardown
@@ -48,7 +45,7 @@ class FinishedSample:
 
     num_prompt_tokens: int
     completion: PartialCompletion  # whole
-    prompt_logprobs: Float32 | None  # [T − 1], of every token of the prompt but the first
+    prompt_scores: PromptScores | None  # None: not asked for
 
 
 class RunningCore(ABC):
@@ -294,15 +291,8 @@ def _finished(answer: Any, asked: _FrontEndRequest) -> FinishedSample | None:
     if reason is None:
         return None
     whole = PartialCompletion(completion.token_ids, completion.logprobs, reason)
-    return FinishedSample(len(answer.prompt_token_ids), whole, _of_prompt(answer))
-
-
-def _of_prompt(answer: Any) -> Float32 | None:
-    """Log-probabilities of a prompt's own tokens; vLLM returns a dictionary per token."""
-    if answer.prompt_logprobs is None:
-        return None
-    pairs = zip(answer.prompt_logprobs[1:], answer.prompt_token_ids[1:], strict=True)
-    return np.asarray([each[token].logprob for each, token in pairs], np.float32)
+    scores = None if answer.prompt_logprobs is None else PromptScores.of_flat(answer.prompt_logprobs)
+    return FinishedSample(len(answer.prompt_token_ids), whole, scores)
 
 
 # ----------------------------------------------------------------------------------------------------- core on a thread
@@ -320,7 +310,7 @@ class _Sample:
     search: StopSearch | None = None  # for stop strings
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the sampled tokens, natural log
-    prompt_logprobs: Float32 | None = None
+    prompt_scores: PromptScores | None = None
 
     def take(self, output: Any) -> str | None:
         """Add a step's output for the request, vLLM's EngineCoreOutput; return why the request has ended, if it has.
@@ -336,7 +326,7 @@ class _Sample:
         if logprobs is not None and tokens:  # the sampled token's own are in the first column
             self.logprobs.extend(logprobs.logprobs[: len(tokens), 0].tolist())
         if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].float().numpy()
+            self.prompt_scores = PromptScores.of_tensors(output.new_prompt_logprobs_tensors)
         self.token_ids.extend(tokens)
         return reason
 
@@ -350,7 +340,7 @@ class _Sample:
 
     def finished(self, reason: str) -> FinishedSample:
         completion = PartialCompletion(self.token_ids, FlatPart(self.logprobs, range(len(self.logprobs))), reason)
-        return FinishedSample(self.num_prompt_tokens, completion, self.prompt_logprobs)
+        return FinishedSample(self.num_prompt_tokens, completion, self.prompt_scores)
 
 
 class CoreThread(RunningCore):

@@ -28,7 +28,7 @@ from rlhpc.generation.vllm_requests import (
     end_of_sequence_ids,
     piece_of,
     rollout_of,
-    row_logprobs,
+    row_score,
     scoring_params,
     searched,
     vllm_sampling_params,
@@ -215,16 +215,20 @@ class VllmEngine(GenerationEngine):
                 del self._newest[request.request_id]
             flight.end()
 
-    async def score(self, token_ids: Int32) -> RowScore:
+    async def score(self, token_ids: Int32, top_k: int = 0) -> RowScore:
         """Score a row by vLLM's prompt log-probabilities, ahead of the queue; see GenerationEngine.
 
-        Raises ValueError for a row that leaves no room for the one token that vLLM samples after it.
+        Raises ValueError for a row that leaves no room for the one token that vLLM samples after it, and for more
+        tokens in a place than there are.
         """
         self._require_life()
+        model = self._llm.vllm_config.model_config
+        if len(token_ids) >= model.max_model_len or top_k > model.get_vocab_size():
+            raise ValueError(f"{len(token_ids)} tokens, {top_k} of each place: more than the engine has room for")
         request_id, version, num_updates = f"score/{next(self._serial)}", self._policy_version, self._num_updates
-        output = await self._output_of(request_id, token_ids.tolist(), scoring_params(), priority=SCORE_PRIORITY)
+        output = await self._output_of(request_id, token_ids.tolist(), scoring_params(top_k), priority=SCORE_PRIORITY)
         version = version if self._num_updates == num_updates else NO_VERSION
-        return RowScore(version, row_logprobs(output.prompt_logprobs, token_ids))
+        return row_score(version, output.prompt_scores, token_ids, top_k)
 
     def num_sampled(self, request_id: str) -> int:
         """Number of tokens received so far; see GenerationEngine."""
@@ -353,6 +357,8 @@ class VllmEngine(GenerationEngine):
         except (asyncio.CancelledError, ValueError):
             raise
         except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
+            if _is_refusal(error):
+                raise ValueError(str(error)) from error
             raise self._die(f"vLLM: {error!r}") from error
 
     def _sampling_params(self, request: RolloutRequest) -> Any:
@@ -414,6 +420,11 @@ class VllmEngine(GenerationEngine):
     def _require_life(self) -> None:
         if self._death:
             raise EngineError(f"the generation engine is dead: {self._death}")
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM has refused a request, and goes on; since 0.32 by an error that is no ValueError."""
+    return any(cls.__name__ == "VLLMClientError" for cls in type(error).__mro__)
 
 
 def _refuse_weights_it_would_make_up(config: Config) -> None:

@@ -10,13 +10,17 @@ import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhpc.data.tokenizer import Decode, StopSearch
+from rlhpc.protocol.contracts import RowScore, TopTokens
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest
+
+Number = TypeVar("Number", np.int32, np.float32)
 
 # ----------------------------------------------------------------------------------------------------- finished request
 #
@@ -238,8 +242,11 @@ def vllm_sampling_params(
     )
 
 
-def scoring_params() -> Any:
-    """Parameters for scoring a row's own tokens; the one token that vLLM samples after them is not used."""
+def scoring_params(top_k: int) -> Any:
+    """Parameters for scoring a row; the one token that vLLM samples after it is not used.
+
+    top_k: most likely tokens in each place, besides the row's own.
+    """
     # As above.
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -247,19 +254,53 @@ def scoring_params() -> Any:
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
-        prompt_logprobs=0,  # of the row's own tokens only
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def row_logprobs(prompt_logprobs: Float32 | None, token_ids: Int32) -> Float32:
-    """vLLM's log-probabilities of a prompt as float32 [T], 0 on the first token.  Raises EngineError if some lack."""
-    if prompt_logprobs is None or len(prompt_logprobs) != len(token_ids) - 1:
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """vLLM's log-probabilities of a prompt, for every token but the first: of its own, then of the most likely."""
+
+    token_ids: Int32  # [T − 1, 1 + k]
+    logprobs: Float32  # [T − 1, 1 + k] natural log
+    ranks: Int32  # [T − 1] of the prompt's own tokens
+
+    @classmethod
+    def of_flat(cls, flat: Any) -> PromptScores:
+        """Read vLLM's FlatLogprobs of a prompt, whose first token has none."""
+        starts = flat.start_indices[1:]
+        width = len(flat.token_ids) // max(1, len(starts))
+        return cls(
+            np.asarray(flat.token_ids, np.int32).reshape(len(starts), width),
+            np.asarray(flat.logprobs, np.float32).reshape(len(starts), width),
+            np.asarray([flat.ranks[start] for start in starts], np.int32),
+        )
+
+    @classmethod
+    def of_tensors(cls, tensors: Any) -> PromptScores:
+        """Read the core's own tensors, vLLM's LogprobsTensors."""
+        return cls(
+            tensors.logprob_token_ids.numpy().astype(np.int32),
+            tensors.logprobs.float().numpy(),
+            tensors.selected_token_ranks.numpy().astype(np.int32),
+        )
+
+
+def row_score(version: int, scores: PromptScores | None, token_ids: Int32, top_k: int) -> RowScore:
+    """Return the scores with the row's first token, which has none.  Raises EngineError if some lack."""
+    if scores is None or len(scores.logprobs) != len(token_ids) - 1 or scores.logprobs.shape[1] <= top_k:
         raise EngineError(f"vLLM gave no log-probabilities for a row of {len(token_ids)} tokens")
-    found = np.zeros(len(token_ids), np.float32)
-    found[1:] = prompt_logprobs
-    return found
+
+    def with_first(found: NDArray[Number]) -> NDArray[Number]:
+        return np.concatenate([np.zeros_like(found, shape=(1, *found.shape[1:])), found])
+
+    best = slice(1, 1 + top_k)
+    top = TopTokens(with_first(scores.token_ids[:, best]), with_first(scores.logprobs[:, best])) if top_k else None
+    return RowScore(version, with_first(scores.logprobs[:, 0]), with_first(scores.ranks), top)
 
 
 def sample_seed(run_seed: int, request: RolloutRequest) -> int:

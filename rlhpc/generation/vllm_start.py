@@ -162,6 +162,8 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
         # The trainer's logits are float32.  Those of a bfloat16 head would shift log-probabilities, and so every ratio.
         "hf_overrides": {"head_dtype": "float32"},
         "worker_extension_cls": WORKER_EXTENSION,
+        # A teacher is asked for as many as the run wants.
+        "max_logprobs": -1,
         "disable_log_stats": True,
         "enable_log_requests": False,
         "distributed_executor_backend": "uni" if generation.tensor_parallel == 1 else SEVERAL_WORKERS,

@@ -213,11 +213,21 @@ class EngineStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most likely tokens in each place of a row, most likely first; 0 in the first place."""
+
+    token_ids: Int32  # [T, k]
+    logprobs: Float32  # [T, k] natural log, at temperature 1
+
+
+@dataclass(frozen=True, slots=True)
 class RowScore:
     """Log-probabilities of a given row of tokens."""
 
     policy_version: int  # version that computed all of them; -1: the weights changed meanwhile
     logprobs: Float32  # [T] natural log, at temperature 1; 0 on the first token
+    ranks: Int32  # [T] number of tokens that are as likely as this one or likelier, itself included; 0 on the first
+    top: TopTokens | None = None  # those asked for
 
 
 class GenerationEngine(ABC):
@@ -255,9 +265,10 @@ class GenerationEngine(ABC):
         raise GroupFailed("this engine holds no adapters")
 
     @abstractmethod
-    async def score(self, token_ids: Int32) -> RowScore:
+    async def score(self, token_ids: Int32, top_k: int = 0) -> RowScore:
         """Log-probabilities of int32 [T], T ≥ 2, from the sampling kernels; does not queue behind waiting requests.
 
+        top_k: how many of the most likely tokens in each place are returned, too.  Rows are scored side by side.
         Raises EngineError if the engine died; cancelling the call aborts it.
         """
 

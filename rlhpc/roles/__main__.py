@@ -45,7 +45,7 @@ def _loaded() -> tuple[RoleContext, Callable[[RoleContext], None]]:
     leave_deleted_directory(context.layout.root)  # `git checkout` of another branch deletes directories
     name_nameless_user()
     tell_gloo()
-    if context.role in ("trainer", "generator"):
+    if context.role in ("trainer", "generator", "service"):
         _refuse_foreign_network(context)
     # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
     with loading_libraries():
@@ -58,6 +58,8 @@ def _loaded() -> tuple[RoleContext, Callable[[RoleContext], None]]:
                 from rlhpc.roles.generator.generator import run
             case "reward":
                 from rlhpc.roles.reward_service import run
+            case "service":
+                from rlhpc.roles.service.service import run
             case _:
                 from rlhpc.roles.trainer.trainer import run
     return context, run
@@ -66,7 +68,7 @@ def _loaded() -> tuple[RoleContext, Callable[[RoleContext], None]]:
 def _refuse_foreign_network(context: RoleContext) -> None:
     has_cuda, has_vllm = context.config.trainer.device == "cuda", context.config.generation.engine == "vllm"
     try:
-        refuse_foreign_network(has_cuda=has_cuda, has_vllm=has_vllm and context.role == "generator")
+        refuse_foreign_network(has_cuda=has_cuda, has_vllm=has_vllm and context.role != "trainer")
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         leave_at_once(EXIT_CONFIG)

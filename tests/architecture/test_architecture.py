@@ -24,7 +24,7 @@ ROLES = {"controller", "generator", "reward", "service", "trainer"}
 # One door per library: only these packages may import it.
 DOORS = {
     "zmq": {"rlhpc/transport"},
-    "aiohttp": {"rlhpc/agents"},
+    "aiohttp": {"rlhpc/transport", "rlhpc/agents"},
     "msgspec": {"rlhpc/transport", "rlhpc/rewards", "rlhpc/generation"},  # the last two speak to processes of their own
     "h5py": {"rlhpc/buffer"},
     "vllm": {"rlhpc/generation"},

@@ -139,6 +139,10 @@ class Subject(ABC):
         )  # fmt: skip
         return self.expected_logprobs(version, rollout)
 
+    @abstractmethod
+    def expected_tables(self, version: int, row: Int32) -> Float32:
+        """Log-probabilities of all tokens in each place of a row but the first, [T − 1, V]."""
+
     async def join(self) -> None:
         self.epoch += 1
         group = self.publisher.open(WeightGroup(self.epoch, self.transport, "", ("generator-0",), (self.num_workers,)))
@@ -184,6 +188,9 @@ class ScriptedSubject(Subject):
 
     def expected_logprobs(self, version: int, rollout: Rollout) -> Float32:
         return self.engine.logprob_table(version)[rollout.token_ids]
+
+    def expected_tables(self, version: int, row: Int32) -> Float32:
+        return np.tile(self.engine.logprob_table(version), (len(row) - 1, 1))
 
 
 class VllmSubject(Subject):
@@ -248,6 +255,12 @@ class VllmSubject(Subject):
             for (_, weight), parameter in zip(self.weights(version), self._reference.parameters(), strict=True):
                 parameter.copy_(weight)
         return self.reference_logprobs(rollout)
+
+    def expected_tables(self, version: int, row: Int32) -> Float32:
+        self.expected_score(version, row)
+        with torch.no_grad():
+            logits = self._reference(torch.from_numpy(row).long()[None]).logits[0, :-1]
+        return torch.log_softmax(logits, -1).float().numpy()
 
     def reference_logprobs(self, rollout: Rollout) -> Float32:
         """By the weights that the reference has."""

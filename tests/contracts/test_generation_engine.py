@@ -657,6 +657,34 @@ async def test_a_row_is_scored_as_the_policy_scores_it(subject: Subject) -> None
             np.testing.assert_allclose(score.logprobs[1:], subject.expected_score(version, row), atol=TOLERANCE)
 
 
+async def test_rows_are_scored_side_by_side_with_the_most_likely_tokens_in_each_place(subject: Subject) -> None:
+    """Of rows that share a beginning, which prefix caching would not compute again, and with numbers that differ."""
+    await subject.update(12)
+    rows = [LONG_PROMPT[:length] for length in (2, 33, 64, 150, 64, 40)]
+    most = (0, 1, 5, 30, 0, 3)
+    scores = await asyncio.gather(*map(subject.engine.score, rows, most))
+    for row, top_k, score in zip(rows, most, scores, strict=True):
+        tables = subject.expected_tables(12, row)
+        own = tables[np.arange(len(row) - 1), row[1:]]
+        np.testing.assert_allclose(score.logprobs[1:], own, atol=TOLERANCE)
+        assert score.ranks[0] == 0
+        below = (tables > own[:, None] + TOLERANCE).sum(1)
+        above = (tables >= own[:, None] - TOLERANCE).sum(1)  # tokens that are as likely may count or not
+        assert np.all((below < score.ranks[1:]) & (score.ranks[1:] <= above))
+        if not top_k:
+            assert score.top is None
+            continue
+        assert score.top is not None
+        assert score.top.token_ids.shape == score.top.logprobs.shape == (len(row), top_k)
+        assert not score.top.token_ids[0].any()
+        np.testing.assert_allclose(score.top.logprobs[1:], -np.sort(-tables)[:, :top_k], atol=TOLERANCE)
+        chosen = np.take_along_axis(tables, score.top.token_ids[1:], 1)
+        np.testing.assert_allclose(score.top.logprobs[1:], chosen, atol=TOLERANCE)
+        assert all(len(set(ids)) == top_k for ids in score.top.token_ids[1:].tolist())
+    with pytest.raises(ValueError, match="100000 of "):
+        await subject.engine.score(LONG_PROMPT[:9], 100_000)
+
+
 async def test_a_row_is_scored_before_requests_that_wait(subject: Subject) -> None:
     running = [asyncio.create_task(subject.engine.generate(_long(index, 60 + 10 * index))) for index in range(48)]
     await until_sampling(subject, _long(15, 210))  # the last of those that are sampled at first

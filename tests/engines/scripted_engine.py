@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config.rules import Config
-from rlhpc.data.tokenizer import Decode, StopSearch, no_text
-from rlhpc.generation.vllm_requests import FinishedRequest, piece_of, rollout_of, searched
+from rlhpc.data.tokenizer import Decode, PromptTokenizer, StopSearch, no_text
+from rlhpc.generation.vllm_requests import FinishedRequest, PromptScores, piece_of, rollout_of, row_score, searched
 from rlhpc.metrics.meters import BusyClock
 from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightReceiver, WeightTiming
 from rlhpc.protocol.errors import EngineError, GroupFailed, TornWeights
@@ -46,6 +46,7 @@ class Script:
     static_batches: bool = False  # none joins a batch after its first token; the next begins when all have ended
     drains: bool = False  # before new weights are loaded, running rollouts finish, and no others begin
     die_after_tokens: int | None = None  # the engine dies after generating this many
+    reply: tuple[int, ...] = ()  # every completion, followed by the stop token; in config.json a text
     tally: str = ""  # a file that gets a line "group sample position pid" for every token drawn; "": none
 
     @classmethod
@@ -59,12 +60,14 @@ class Script:
         if not path.exists():
             return script
         model = json.loads(path.read_text())
-        eos = model.get("eos_token_id", script.stop_token_id)
+        eos, own = model.get("eos_token_id", script.stop_token_id), dict(model.get("scripted_engine", {}))
+        if "reply" in own:
+            own["reply"] = tuple(PromptTokenizer(config.model.path).encode_rendered(own["reply"]).tolist())
         return replace(
             script,
             vocab_size=int(model.get("vocab_size", script.vocab_size)),
             stop_token_id=int(eos[0] if isinstance(eos, list) else eos),
-            **model.get("scripted_engine", {}),
+            **own,
         )
 
 
@@ -188,12 +191,16 @@ class ScriptedEngine(GenerationEngine):
             if self._newest.get(request.request_id) == key:
                 del self._newest[request.request_id]
 
-    async def score(self, token_ids: Int32) -> RowScore:
+    async def score(self, token_ids: Int32, top_k: int = 0) -> RowScore:
         """By the table: the tokens before have no influence; see GenerationEngine."""
         self._require_life()
-        logprobs = self.logprob_table(self._policy_version)[token_ids]
-        logprobs[0] = 0
-        return RowScore(self._policy_version, logprobs)
+        table = self.logprob_table(self._policy_version)
+        if top_k > len(table):
+            raise ValueError(f"{len(token_ids)} tokens, {top_k} of each place: there are {len(table)}")
+        own, best = token_ids[1:, None], np.argsort(-table, kind="stable")[:top_k].astype(np.int32)
+        tokens = np.concatenate([own, np.tile(best, (len(own), 1))], 1)
+        scores = PromptScores(tokens, table[tokens], (table >= table[own]).sum(1, dtype=np.int32))
+        return row_score(self._policy_version, scores, token_ids, top_k)
 
     def num_sampled(self, request_id: str) -> int:
         """See GenerationEngine."""
@@ -327,6 +334,8 @@ class ScriptedEngine(GenerationEngine):
             rng = np.random.default_rng([self.script.seed, request.group_id, request.sample_index, position])
             table, sums = self.logprob_table(self._policy_version), self._summed(self._policy_version)
             token = int(sums.searchsorted(rng.random() * (1 - 1e-6), side="right"))
+            if self.script.reply:
+                token = (*self.script.reply, self.script.stop_token_id)[min(position, len(self.script.reply))]
             flight.tokens.append(token)
             flight.logprobs.append(float(table[token]))
             flight.versions.append(self._policy_version)

@@ -13,12 +13,13 @@ import aiohttp
 import pytest
 
 from rlhpc.agents.agents import Access, AgentServer
-from rlhpc.agents.openai_format import Refused, SamplingSettings, read_request
+from rlhpc.agents.openai_format import SamplingSettings, read_request
 from rlhpc.agents.session import AgentSession, SessionRules
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.messages import TurnReply
+from rlhpc.transport.http_server import Refused
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import make_chat_model
 

@@ -1,0 +1,169 @@
+"""HTTP servers of a run: on a port that the kernel chooses, for clients that have the key.
+
+Input: routes, and who is allowed.  Output: JSON.  A request without the right key gets a 401 before its body is read;
+any other refusal is an error in the form of OpenAI's API, {"error": {"message", "type", "param", "code"}}.  No reply
+shows versions of libraries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from rlhpc.base.processes import allow_many_connections
+from rlhpc.protocol.errors import RoleFailed
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+IDLE_CONNECTION_S = 75.0
+SHUTDOWN_S = 0.1  # for requests under way when the server is closed
+BODY_S = 60.0  # for the body of a request to arrive
+
+
+class Refused(Exception):
+    """A refused request; status, code and message are for the client."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
+    """Drops records of requests that are not HTTP: anyone who reaches the port could fill the log with tracebacks."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log as a logger does."""
+        if not isinstance(kwargs.get("exc_info"), HttpProcessingError):
+            super().log(level, msg, *args, **kwargs)
+
+
+class HttpServer:
+    """An HTTP server that is open from open() to close(); routes are added before."""
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        *,
+        is_allowed: Callable[[web.Request], bool],
+        max_request_bytes: int,
+        limit: str,
+        ends_abandoned: bool = False,
+    ) -> None:
+        """limit: name of max_request_bytes in refusals.  ends_abandoned: cancel the work for clients that hang up."""
+        self._log, self._is_allowed, self._limit = log, is_allowed, f"{limit}={max_request_bytes}"
+        self._ends_abandoned = ends_abandoned
+        self._app = web.Application(middlewares=[self._guarded], client_max_size=max_request_bytes)
+        self._app.on_response_prepare.append(_without_server)
+        self._runner: web.AppRunner | None = None
+        self.address = ""  # http://HOST:PORT, once it is open
+
+    def post(self, path: str, handler: Handler) -> None:
+        """Serve POST requests of a path."""
+        self._app.router.add_post(path, handler, expect_handler=self._expect)
+
+    def get(self, path: str, handler: Handler) -> None:
+        """Serve GET requests of a path."""
+        self._app.router.add_get(path, handler)
+
+    async def open(self, host: str) -> None:
+        """Listen on a free port of this address.  Raises RoleFailed."""
+        allow_many_connections()  # each connection holds one
+        self._runner = web.AppRunner(
+            self._app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=IDLE_CONNECTION_S,
+            shutdown_timeout=SHUTDOWN_S,
+            logger=_OnlyOurs(self._log, {}),
+            handler_cancellation=self._ends_abandoned,
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, 0)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise RoleFailed(f"cannot listen on {host}: {error}") from error
+        port = self._runner.addresses[0][1]
+        self.address = f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Refuse further requests, and end those under way.  Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
+        """Answer "Expect: 100-continue": 401 without the right key, as for any request."""
+        if not self._is_allowed(request):
+            return web.Response(status=401)
+        if request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return None
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not self._is_allowed(request):
+            return web.Response(status=401)
+        try:
+            return await handler(request)
+        except Refused as refusal:
+            return error_reply(refusal.status, str(refusal), refusal.code)
+        except web.HTTPException as error:
+            if error.status == 413:
+                return error_reply(413, f"the request is longer than {self._limit}", "request_too_large")
+            return error_reply(error.status, f"{request.method} {request.path}: {error.reason}", "no_such_thing")
+
+
+def has_bearer(request: web.Request, key: str) -> bool:
+    """Return whether the request has this key; takes as long for any wrong one."""
+    kind, _, said = request.headers.get("Authorization", "").partition(" ")
+    is_right = hmac.compare_digest(said.strip().encode(errors="replace"), key.encode())
+    return is_right and kind.lower() == "bearer"
+
+
+async def read_json(request: web.Request) -> Any:
+    """Return the request's body.  Raises Refused: it is no JSON, no valid text, or does not arrive within BODY_S."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await request.read()
+    except TimeoutError as error:
+        raise Refused(f"the body has not arrived within {BODY_S:g} s", status=408, code="request_timeout") from error
+    try:
+        return _without_halves(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+
+
+def _without_halves(body: Any) -> Any:
+    """Return the body.  Raises Refused: JSON can spell half a surrogate pair, which no tokenizer reads."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = str(error.object)[error.start]
+        raise Refused(f"the body holds {half!r}, half of a surrogate pair, which is no character") from error
+    except RecursionError as error:
+        raise Refused(f"the body is nested too deeply: {error}") from error
+    return body
+
+
+async def _without_server(_request: web.Request, response: web.StreamResponse) -> None:
+    """Remove the Server header, which shows versions of libraries."""
+    response.headers.pop("Server", None)
+
+
+def json_reply(answer: str | Mapping[str, Any]) -> web.Response:
+    """Return a reply of this JSON; a text is sent as it is."""
+    return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer), content_type="application/json")
+
+
+def error_reply(status: int, message: str, code: str) -> web.Response:
+    """Return an error in the form of OpenAI's API; from 500 on it is the server's."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)
