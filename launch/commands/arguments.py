@@ -203,7 +203,9 @@ def _takes_stop(parser: _Parser) -> None:
 def _takes_scale(parser: _Parser) -> None:
     _takes_run_directory(parser)
     _words(parser, "words", "SITE.toml", "site file; default: that of the last submit")
-    _value(parser, "--generators", "+N|-N", "add N, or retire the N added last", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    _value(what, "--generators", "+N|-N", "add N, or retire the N added last")
+    what.add_argument("--service", nargs=2, metavar=("NAME", "+N|-N"), help="the same for replicas of a [[service]]")
     _value(parser, "--partition", "P", "partition instead of the site file's; may be preemptible")
     _value(parser, "--time", "T", "time limit, instead of the site file's")
     _flag(parser, "--dry-run", "print what would be done")
@@ -211,7 +213,8 @@ def _takes_scale(parser: _Parser) -> None:
 
 def _takes_logs(parser: _Parser) -> None:
     _takes_run_directory(parser)
-    _words(parser, "words", "ROLE", 'such as "trainer", "generator-1", "slurm" for batch logs; default: all')
+    text = 'such as "trainer", "generator-1", the name of a service, "slurm" for batch logs; default: all'
+    _words(parser, "words", "ROLE", text)
     _flag(parser, "-f", "--follow", "print new lines until the run ends")
 
 
@@ -574,7 +577,7 @@ _COMMANDS = (
             "launch.commands.list_runs:list_runs"),
     Command("stop", _takes_stop, "Finish the step, save, and end every process and job of a run.",
             "launch.commands.stop:stop"),
-    Command("scale", _takes_scale, "Add generators to a submitted run, or remove added ones.",
+    Command("scale", _takes_scale, "Add generators or replicas of a service to a submitted run, or remove added ones.",
             "launch.commands.scale:scale"),
     Command("logs", _takes_logs, "Show the logs of a run's processes.", "launch.commands.logs:logs"),
     Command("report", _takes_report, "Summarise a run: busy and idle times, faults, GPU-hours, advice.",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launch.common.text import escaped, quoted, say_or_lose, written_unix_s
 from launch.run_files.plan_file import EVALUATOR
+from launch.run_files.records import processes_of_service
 from launch.run_files.run_state import is_complete
 from launch.view.jobs import look_at_run
 from launch.view.run import RunView
@@ -29,7 +30,7 @@ ASK_SLURM_S = 30.0  # sites do not like more frequent queries
 SLURM = "slurm"  # logs of batch steps: slurm/hetjob-12
 _TAIL_BYTES = 1 << 20  # 200 lines of vLLM's are some 50 kB
 _CHUNK_BYTES = 1 << 20
-_OUTLIVE_ATTEMPTS = ("generator-", "reward-", f"{EVALUATOR}-")
+_OUTLIVE_ATTEMPTS = ("generator-", "reward-", "service-", f"{EVALUATOR}-")
 _NO_COLOUR = "\x1b[0m"
 _ATTEMPT = re.compile(r"attempt_(\d+)\.log")
 
@@ -54,8 +55,9 @@ def logs(options: argparse.Namespace) -> int:
 def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
     """Print the last lines of each log of the newest attempt; follow: also new lines, until the run is over.
 
-    role: "trainer" for all its ranks, "generator-1" for one process, "slurm" for batch steps, None for all.  Returns
-    the exit status, 130 after Ctrl-C.  Raises RunDirectoryError: no run directory; no such role.
+    role: "trainer" for all its ranks, "generator-1" for one process, the name of a service for its processes, "slurm"
+    for batch steps, None for all.  Returns the exit status, 130 after Ctrl-C.  Raises RunDirectoryError: no run
+    directory; no such role.
     """
     layout.require_run()
     there = log_files(layout, role)
@@ -82,11 +84,11 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
 
 
 def log_files(layout: RunLayout, role: str | None) -> list[LogFile]:
-    """All logs of a role (None: of all roles), by name and age."""
-    found = []
+    """All logs of a role, a process or a service (None: all), by name and age."""
+    found, of_service = [], processes_of_service(layout, role) if role else []
     for directory in layout.logs.glob("*"):
         name = directory.name
-        if name != SLURM and role in (None, name, name.rpartition("-")[0]):
+        if name != SLURM and (role in (None, name, name.rpartition("-")[0]) or name in of_service):
             for path in directory.glob("attempt_*.log"):
                 if match := _ATTEMPT.fullmatch(path.name):
                     found.append(LogFile(name, path, int(match[1])))
@@ -122,9 +124,9 @@ def _newest(files: list[LogFile]) -> list[LogFile]:
 
 def _may_come(layout: RunLayout, role: str | None) -> bool:
     """True if a missing log may still appear: the role's name is valid, and the run is not over."""
-    roles = ("controller", "trainer", "generator", "reward", EVALUATOR, SLURM)
+    roles = ("controller", "trainer", "generator", "reward", "service", EVALUATOR, SLURM)
     known = role is None or role in roles or (role.rpartition("-")[0] in roles and role.rpartition("-")[2].isdigit())
-    return known and not is_over(layout)
+    return (known or bool(role and processes_of_service(layout, role))) and not is_over(layout)
 
 
 def _nothing(layout: RunLayout, role: str | None) -> str:

@@ -18,7 +18,7 @@ from launch.common.text import print_or_lose
 from launch.doctor.gpus import gpus_here
 from launch.evaluate.evaluation import preview_evaluations
 from launch.plan.gpu_map import GpuMap, map_gpus
-from launch.plan.processes import local_plan_document, process_names
+from launch.plan.processes import expected_processes, local_plan_document
 from launch.plan.site_file import ClusterConfig
 from launch.run_directory.prepare import (
     NEWEST,
@@ -118,7 +118,7 @@ def run_locally(
     """
     layout, signals = RunLayout(config.run_directory), LocalSignals()
     owner: RunOwner | None = None
-    watch = Watch(layout, sys.stderr, expected=process_names(config), is_quiet=is_quiet)
+    watch = Watch(layout, sys.stderr, expected=expected_processes(config), is_quiet=is_quiet)
     with signals.listening(), ExitStack() as owning:
         try:
             with signals.raising():

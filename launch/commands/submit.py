@@ -35,7 +35,7 @@ from launch.run_directory.prepare import (
     refuse_other_lessons,
     refuse_run_dir_for_jobs,
 )
-from launch.run_files.records import JobRecord, generators_of, read_job_records, write_job_record
+from launch.run_files.records import JobRecord, read_job_records, replicas_of, role_of_job, write_job_record
 from launch.run_files.run_state import command_to_continue, is_complete, last_words, read_progress
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import PATIENCE_S, cancel
@@ -235,7 +235,7 @@ def short_times(run: Submission) -> list[str]:
     part = min(parts, key=lambda part: part.allocation.time_s)
     if first_s is None or first_s < part.allocation.time_s:
         return []
-    key, limit = part.allocation.key(part.name, "time"), slurm_time(part.allocation.time_s)
+    key, limit = part.allocation.key(part.section, "time"), slurm_time(part.allocation.time_s)
     return [
         f"{key}={limit!r}: a step and its checkpoint take {span(round(first_s))}, {source}, besides the start of "
         "engines and trainer: the job may end before it has saved anything; a longer time, or smaller steps"
@@ -394,7 +394,7 @@ def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRe
 
 
 def _record(plan: JobPlan, job: Job, job_id: int, script: Path) -> JobRecord:
-    first, count = generators_of(component_documents(plan, job))
+    first, count = replicas_of(component_documents(plan, job), [role_of_job(job.name) or "generator"])
     component = next((each for each in job.components if each.name == "generation"), job.components[0])
     return JobRecord(
         job_id=job_id,

@@ -50,7 +50,7 @@ class Finding:
     @property
     def component(self) -> str:
         """Section of the site file that the key belongs to."""
-        return self.key.partition(".")[0]
+        return self.key.rpartition(".")[0] or self.key
 
     @property
     def line(self) -> str:

@@ -117,7 +117,7 @@ def check_limits(component: JobComponent, partition: PartitionFacts | None, fact
     if wall is not None and component.allocation.time_s > wall.most:
         value, legal = slurm_time(component.allocation.time_s), f"legal: at most {slurm_time(wall.most)!r}"
         text = f"{wall.source.text} allows {slurm_time(wall.most)}"
-        yield Finding(f"{component.name}.time", value, "fail", text, legal)
+        yield Finding(f"{component.section}.time", value, "fail", text, legal)
     minutes = component.allocation.time_s // 60
     for resource, wanted in _wanted(component).items():
         on_node = {"node": wanted // component.nodes} if resource != "node" else {}
@@ -139,7 +139,7 @@ def check_limits(component: JobComponent, partition: PartitionFacts | None, fact
                 text = f"{_amount(resource, wanted)} for so long are more than the {spent.most:,} minutes of them that "
                 text += f"{spent.source.text} allows {'per job' if scope == 'job' else 'at once'}"
                 legal = f"legal: at most {slurm_time(60 * (spent.most // wanted))!r}; {_SMALLER}"
-                yield Finding(f"{component.name}.time", slurm_time(60 * minutes), "fail", text, legal)
+                yield Finding(f"{component.section}.time", slurm_time(60 * minutes), "fail", text, legal)
 
 
 def check_limits_together(
@@ -159,10 +159,10 @@ def check_limits_together(
         allows = f"{limit.source.text} allows {_amount(resource, limit.most)} {_PER[scope]}"
         if together.needed > limit.most:
             text = f"{names} need {_amount(resource, together.needed)} at the same time, and {allows}"
-            yield Finding(f"{together.parts[0].name}.{key}", value, "fail", text, f"legal: {_SMALLER}")
+            yield Finding(f"{together.parts[0].section}.{key}", value, "fail", text, f"legal: {_SMALLER}")
         else:
             text = f"{names} request {_amount(resource, together.wanted)}, and {allows}: some generators will wait"
-            yield Finding(f"{together.parts[0].name}.{key}", value, "warn", text, "fewer replicas")
+            yield Finding(f"{together.parts[0].section}.{key}", value, "warn", text, "fewer replicas")
 
 
 def _sums(
@@ -252,13 +252,13 @@ def _amount(resource: str, amount: int) -> str:
 
 def _key(component: JobComponent, resource: str) -> str:
     """Return the key of the site file for a size."""
-    has_gpus = component.name in ("trainer", "generation")
+    has_gpus = component.section not in ("controller", "rewards")
     keys = {
         "cpu": "cpus_per_gpu" if has_gpus else "cpus_per_task",
         "mem": "memory_gib_per_gpu" if has_gpus else "memory_gib_per_task",
         "node": "nodes",
     }
-    return f"{component.name}.{keys.get(resource, 'gpus_per_node')}"
+    return f"{component.section}.{keys.get(resource, 'gpus_per_node')}"
 
 
 # ---------------------------------------------------------------------------------------------------------- slurm check
@@ -305,15 +305,17 @@ def _as_written(findings: Iterable[Finding], plan: JobPlan) -> list[Finding]:
     """Name keys as in the site file; findings on a key in [common] are merged, with the names of the components."""
     of_common: dict[Finding, list[str]] = {}
     for finding in findings:
-        section, _, key = finding.key.partition(".")
-        heirs = [part.name for part in plan.components if key in part.allocation.common]
+        section, _, key = finding.key.rpartition(".")
+        heirs = [part.section for part in plan.components if key in part.allocation.common]
         if section in heirs:
             of_common.setdefault(replace(finding, key=f"common.{key}"), []).append(section)
         else:
             of_common[finding] = []
     written = []
     for finding, sections in of_common.items():
-        heirs = [part.name for part in plan.components if finding.key.removeprefix("common.") in part.allocation.common]
+        heirs = [
+            part.section for part in plan.components if finding.key.removeprefix("common.") in part.allocation.common
+        ]
         whose = f" (here of {', '.join(sections)})" if sections and len(sections) < len(heirs) else ""
         written.append(replace(finding, text=f"{finding.text}{whose}"))
     return written
@@ -336,7 +338,7 @@ def try_components(plan: JobPlan, facts: ClusterFacts, skip: Collection[str] = (
     """
     findings = []
     with tempfile.TemporaryDirectory(prefix="rlhpc-") as scratch:
-        for component in [part for part in plan.components if part.name not in skip]:
+        for component in [part for part in plan.components if part.section not in skip]:
             script = Path(scratch, f"{component.name}.sbatch")
             directives = list(component_directives(component))
             lines = [f"#SBATCH {directive}" for directive in directives]
@@ -346,7 +348,7 @@ def try_components(plan: JobPlan, facts: ClusterFacts, skip: Collection[str] = (
 
 
 def _try(component: JobComponent, script: Path, facts: ClusterFacts, asked: str) -> Finding:
-    key, value = f"{component.name}", "sbatch --test-only"
+    key, value = component.section, "sbatch --test-only"
     try:
         try_script(script, PATIENCE_S)
     except SlurmError as error:
@@ -384,7 +386,7 @@ def _without_accounting(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]
     for key in ("account", "qos"):
         for part in plan.components:
             if (value := getattr(part.allocation, key)) is not None:
-                yield Finding(f"{part.name}.{key}", value, "warn", text)
+                yield Finding(f"{part.section}.{key}", value, "warn", text)
 
 
 def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
@@ -418,13 +420,13 @@ def _in_partition(component: JobComponent, partition: PartitionFacts, facts: Clu
     most_s, most, least = partition.max_time_s, partition.max_nodes, partition.min_nodes
     if most_s is not None and time_s > most_s and "PartitionTimeLimit" not in flags:
         text, legal = f"partition {name!r} allows {slurm_time(most_s)}", f"legal: at most {slurm_time(most_s)!r}"
-        yield Finding(f"{component.name}.time", slurm_time(time_s), "fail", text, legal)
+        yield Finding(f"{component.section}.time", slurm_time(time_s), "fail", text, legal)
     if most is not None and component.nodes > most and "PartitionMaxNodes" not in flags:
         text = f"partition {name!r} allows {most} per job"
-        yield Finding(f"{component.name}.nodes", str(component.nodes), "fail", text, f"legal: at most {most}")
+        yield Finding(f"{component.section}.nodes", str(component.nodes), "fail", text, f"legal: at most {most}")
     if component.nodes < least and "PartitionMinNodes" not in flags:
         text = f"partition {name!r} requires at least {least}"
-        yield Finding(f"{component.name}.nodes", str(component.nodes), "fail", text, f"legal: {least} or more")
+        yield Finding(f"{component.section}.nodes", str(component.nodes), "fail", text, f"legal: {least} or more")
 
 
 def _policy(component: JobComponent, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
@@ -432,11 +434,11 @@ def _policy(component: JobComponent, partition: PartitionFacts, facts: ClusterFa
     account, qos = component.allocation.account or facts.default_account, qos_of(component, facts, partition.name)
     if account and not _is_allowed(account.lower(), partition.allowed_accounts, partition.denied_accounts):
         text = f"partition {partition.name!r} does not accept this account by its name: it may never start"
-        yield Finding(f"{component.name}.account", account, "warn", text, "another account or partition")
+        yield Finding(f"{component.section}.account", account, "warn", text, "another account or partition")
     if qos is not None and not _is_allowed(qos.name, partition.allowed_qos, partition.denied_qos):
         open_to = partition.allowed_qos or [each.name for each in facts.qos if each.name not in partition.denied_qos]
         text = f"partition {partition.name!r} does not accept this QOS"
-        yield Finding(f"{component.name}.qos", qos.name, "fail", text, f"legal: {', '.join(open_to)}")
+        yield Finding(f"{component.section}.qos", qos.name, "fail", text, f"legal: {', '.join(open_to)}")
 
 
 def _is_allowed(name: str, allowed: tuple[str, ...] | None, denied: tuple[str, ...]) -> bool:
@@ -473,10 +475,10 @@ def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
             legal = f"legal: up to {len(there)} nodes together, other partitions, or cluster.placement='jobs'"
             if wanted > len(there):
                 text = f"components of one job need different nodes: {names} need {wanted}, there are {len(there)}"
-                yield Finding(f"{group[0].name}.partition", _partition_text(group[0]), "fail", text, legal)
+                yield Finding(f"{group[0].section}.partition", _partition_text(group[0]), "fail", text, legal)
                 return
             text = f"{names} need {wanted} different nodes, and {up} of {len(there)} are up now"
-            yield Finding(f"{group[0].name}.partition", _partition_text(group[0]), "warn", text, "it will wait")
+            yield Finding(f"{group[0].section}.partition", _partition_text(group[0]), "warn", text, "it will wait")
 
 
 def _nodes_with_its_gpus(component: JobComponent, facts: ClusterFacts) -> dict[str, NodeFacts]:
@@ -502,24 +504,27 @@ def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
         request = f"{' and '.join(part.name for part, _ in group)} request{'s' * (len(group) == 1)}"
         each, waiting = part.gpus_per_node * part.nodes, "some jobs will never start"
         if number > 1 and (late := -(-(wanted - has) // each)) < number:  # a task is a replica, or a node of them
-            what = "generators" if part.num_tasks == 1 else "jobs of generators"
+            role = part.roles[0].role
+            what = f"{role}s" if part.num_tasks == 1 else f"jobs of {role}s"
             waiting = f"{late} of {number} {what} cannot run together with the rest"
         text = f"{request} {wanted} GPUs, and there are {has}: {waiting}"
-        yield Finding(f"{part.name}.partition", _partition_text(part), "warn", text, "fewer replicas or ranks")
+        yield Finding(f"{part.section}.partition", _partition_text(part), "warn", text, "fewer replicas or ranks")
         return
 
 
 def _added_at_once(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
-    """Check added generators: more than ever fit would only wait."""
+    """Check what is added to a run: more than ever fit would only wait."""
     (part,) = job.components
     has_gpus, wanted = bool(part.gpus_per_node), job.array_size or 1
     each = part.gpus_per_node if has_gpus else part.tasks_per_node * part.cpus_per_task
     nodes = _nodes_with_its_gpus(part, facts).values()
     room = sum((_gpus_of(part, node) if has_gpus else node.cores) // each for node in nodes)
     if nodes and wanted > room:
-        text = f"{wanted} generators, and its nodes have room for {room}, if nothing else runs there"
+        share = part.roles[0]
+        what = f"processes of service {share.service}" if share.service else "generators"
+        text = f"{wanted} {what}, and its nodes have room for {room}, if nothing else runs there"
         yield Finding(
-            "generation.partition", _partition_text(part), "warn", text, "fewer of them, the others only wait"
+            f"{part.section}.partition", _partition_text(part), "warn", text, "fewer of them, the others only wait"
         )
 
 
@@ -534,7 +539,7 @@ def _fewer_gpus(component: JobComponent, facts: ClusterFacts) -> Iterator[Findin
     most = max((_gpus_of(component, node) for node in _nodes_of(component, facts)), default=0)
     if said is not None and said > most > 0:
         text = f"no node of partition {_partition_name(component, facts)} has more than {_amount('gres/gpu', most)}"
-        yield Finding(f"{component.name}.gpus_per_node", str(said), "warn", text, f"legal: at most {most}")
+        yield Finding(f"{component.section}.gpus_per_node", str(said), "warn", text, f"legal: at most {most}")
 
 
 def _partitions(plan: JobPlan, facts: ClusterFacts) -> dict[str, PartitionFacts | None]:
@@ -570,7 +575,7 @@ def _blamed_partition(component: JobComponent, said: str, facts: ClusterFacts) -
     if unknown := [name for name in (named or "").split(",") if name and name not in known]:
         text = "no such partition" if named == unknown[0] else f"no partition {unknown[0]!r}"
         text += near_hint(unknown[0], known)
-    key, value, legal = f"{component.name}.partition", _partition_text(component), f"legal: {', '.join(known)}"
+    key, value, legal = f"{component.section}.partition", _partition_text(component), f"legal: {', '.join(known)}"
     return Finding(key, value, "fail", text, legal) if text else None
 
 
@@ -580,7 +585,7 @@ def _blamed_name(component: JobComponent, said: str, facts: ClusterFacts) -> Fin
 
     def wrong(key: str, value: str, text: str, legal: Iterable[str]) -> Finding:
         listed = ", ".join(dict.fromkeys(legal)) or "none that is known here"
-        return Finding(f"{component.name}.{key}", value, "fail", text, f"legal: {listed}")
+        return Finding(f"{component.section}.{key}", value, "fail", text, f"legal: {listed}")
 
     if "invalid account" in said and facts.associations is not None:
         mine, account = [each.account for each in facts.associations], allocation.account or facts.default_account
@@ -604,7 +609,7 @@ def _blamed_name(component: JobComponent, said: str, facts: ClusterFacts) -> Fin
 def _blamed_size(component: JobComponent, facts: ClusterFacts) -> Finding | None:
     """Find a request per node that no node of the partition, up or down, satisfies; None: some node satisfies all."""
     name, tasks, kind, nodes = (
-        component.name,
+        component.section,
         component.tasks_per_node,
         component.gres_type,
         _nodes_of(component, facts),
@@ -651,7 +656,7 @@ def _preemption(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
                 mode = partition.preempt_mode.split(",")[0]
                 if mode in ("OFF", "WITHIN") or not is_on:
                     continue
-                key, value = f"{part.name}.partition", partition.name
+                key, value = f"{part.section}.partition", partition.name
                 if mode in ("SUSPEND", "GANG"):
                     text = (
                         f"its jobs are stopped for others ({mode}), keep their GPU memory, and the rest waits for them"

@@ -1,4 +1,4 @@
-"""Assign GPUs to the processes of a run on one machine: trainer ranks first, then engines, then [[evaluation]].
+"""Assign GPUs to the processes of a run on one machine: trainer ranks, then generators, services, [[evaluation]].
 
 Input: a Config and the usable GPUs.  Output: CUDA_VISIBLE_DEVICES of every process, or a ConfigError that says how many
 GPUs are needed, how many there are, and which settings would fit.  Pure.  On Slurm jobs request GPUs per task, and this
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from launch.plan.site_file import GpuConfig, RewardsSection
 from launch.run_files.plan_file import EVALUATOR
 from rlhpc.config.rules import Config, obeys_rules, with_values
+from rlhpc.config.tables_models import ServiceConfig
 from rlhpc.config.toml import as_override
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.weights.choice import CPU, MIG, choose_transport
@@ -72,22 +73,45 @@ def refuse_offload_on_cpu(config: Config, gpus: str) -> None:
 
 def generation_shape(config: Config, section: GpuConfig) -> Shape:
     """One replica per task, on tensor_parallel GPUs of one node.  Raises ConfigError: replicas do not fill nodes."""
-    generation, gpus = config.generation, section.gpus_per_node
-    each = generation.tensor_parallel
-    if generation.engine != "vllm" or gpus is None:
+    generation = config.generation
+    keys = _EngineKeys("generation.num_replicas", "generation.tensor_parallel", "generation")
+    sizes = generation.num_replicas, generation.tensor_parallel
+    return _engine_shape(keys, *sizes, section, has_gpus=generation.engine == "vllm")
+
+
+def service_shape(config: Config, service: ServiceConfig, section: GpuConfig, name: str) -> Shape:
+    """One replica per task, as generators.  name: of the section.  Raises ConfigError: replicas do not fill nodes."""
+    keys = _EngineKeys(f"[[service]] {service.name}: replicas", f"[[service]] {service.name}: tensor_parallel", name)
+    has_gpus = config.generation.engine == "vllm"
+    return _engine_shape(keys, service.replicas, service.tensor_parallel, section, has_gpus=has_gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineKeys:
+    """Names of the keys from which the shape of engines follows, for messages."""
+
+    replicas: str
+    tensor_parallel: str
+    section: str
+
+
+def _engine_shape(keys: _EngineKeys, replicas: int, each: int, section: GpuConfig, *, has_gpus: bool) -> Shape:
+    """Shape of replicas on `each` GPUs.  has_gpus: the engine uses GPUs where there are any."""
+    gpus = section.gpus_per_node
+    if not has_gpus or gpus is None:
         if each > 1:
             raise ConfigError(
-                f"generation.gpus_per_node: missing in the site file; generation.tensor_parallel={each} needs GPUs"
+                f"{keys.section}.gpus_per_node: missing in the site file; {keys.tensor_parallel}={each} needs GPUs"
             )
-        nodes = _nodes("generation.num_replicas", generation.num_replicas, None, section.nodes, "generation")
-        return Shape(nodes, generation.num_replicas // nodes, 0)
+        nodes = _nodes(keys.replicas, replicas, None, section.nodes, keys.section)
+        return Shape(nodes, replicas // nodes, 0)
     if each > gpus:
         raise ConfigError(
-            f"generation.tensor_parallel={each} is more than generation.gpus_per_node={gpus} of the site file: a "
+            f"{keys.tensor_parallel}={each} is more than {keys.section}.gpus_per_node={gpus} of the site file: a "
             f"replica runs on one node; legal: up to {gpus}"
         )
-    nodes = _nodes("generation.num_replicas", generation.num_replicas, gpus // each, section.nodes, "generation")
-    return Shape(nodes, generation.num_replicas // nodes, each)
+    nodes = _nodes(keys.replicas, replicas, gpus // each, section.nodes, keys.section)
+    return Shape(nodes, replicas // nodes, each)
 
 
 def rewards_shape(config: Config, section: RewardsSection) -> Shape:
@@ -162,8 +186,8 @@ class GpuMap:
 
 
 def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
-    """Assign GPUs to trainer ranks and engines.  Raises ConfigError: too few GPUs, or MIG slices."""
-    ranks, engines = _wanted(config)
+    """Assign GPUs to trainer ranks, engines and services.  Raises ConfigError: too few GPUs, or MIG slices."""
+    ranks, engines, served = _wanted(config)
     words = gpus.words
     if not words or not ranks:
         refuse_offload_on_cpu(config, gpus.describe())
@@ -173,22 +197,26 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
     if _can_share(config, len(words)):
         _refuse_shared_without_bound(config, gpus)
         words = gpus.words * 2
-    if ranks + sum(engines) > len(words):
+    if ranks + sum(engines) + sum(served) > len(words):
         raise ConfigError(_shortage(config, gpus))
     trainer = {f"trainer-{rank}": (words[rank],) for rank in range(ranks)}
-    workers: dict[str, tuple[str, ...]] = {}
-    place = ranks
-    for replica, each in enumerate(engines):
-        workers[f"generator-{replica}"] = words[place : place + each]
-        place += each
+    workers = _in_turn("generator", engines, words[ranks:])
+    services = _in_turn("service", served, words[ranks + sum(engines) :])
     source = words[0] if ranks else CPU
     transport = choose_transport(
         config.weights.transport, source, workers or {"generator-0": (CPU,)}, is_deterministic=config.run.deterministic
     )
-    left = words[place:]
+    left = words[ranks + sum(engines) + sum(served) :]
     evaluation = _of_evaluation(config, left, gpus)
-    _refuse_parts(trainer, workers | evaluation)
-    return GpuMap(trainer | workers | evaluation, left[len(evaluation.get(EVALUATING, ())) :], transport)
+    _refuse_parts(trainer, workers | services | evaluation)
+    return GpuMap(trainer | workers | services | evaluation, left[len(evaluation.get(EVALUATING, ())) :], transport)
+
+
+def _in_turn(role: str, sizes: list[int], words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Assign to each process of a role its number of GPUs, from the first on."""
+    return {
+        f"{role}-{replica}": words[sum(sizes[:replica]) : sum(sizes[: replica + 1])] for replica in range(len(sizes))
+    }
 
 
 def _of_evaluation(config: Config, left: tuple[str, ...], gpus: VisibleGpus) -> dict[str, tuple[str, ...]]:
@@ -211,11 +239,14 @@ def describe_gpus(gpu_map: GpuMap) -> str:
     return "; ".join((*who, *spare))
 
 
-def _wanted(config: Config) -> tuple[int, list[int]]:
-    """GPUs of the trainer, and of each engine that uses one."""
+def _wanted(config: Config) -> tuple[int, list[int], list[int]]:
+    """GPUs of the trainer, of each generator that uses one, and of each process of a service."""
     ranks = config.trainer.num_ranks if config.trainer.device != "cpu" else 0
     generation = config.generation
-    return ranks, [generation.tensor_parallel] * generation.num_replicas if generation.engine == "vllm" else []
+    if generation.engine != "vllm":
+        return ranks, [], []
+    served = [each.tensor_parallel for each in config.started_services for _ in range(each.replicas)]
+    return ranks, [generation.tensor_parallel] * generation.num_replicas, served
 
 
 def _refuse_gpu_settings_without_gpu(config: Config, gpus: VisibleGpus) -> None:
@@ -247,8 +278,8 @@ def _refuse_parts(trainer: Mapping[str, tuple[str, ...]], engines: Mapping[str, 
 
 def _can_share(config: Config, num_gpus: int) -> bool:
     """Whether one trainer rank and one engine can share a GPU: the only case that works with too few GPUs."""
-    ranks, engines = _wanted(config)
-    return num_gpus == ranks == sum(engines) == 1
+    ranks, engines, served = _wanted(config)
+    return num_gpus == ranks == sum(engines) == 1 and not served
 
 
 def _refuse_shared_without_bound(config: Config, gpus: VisibleGpus) -> None:
@@ -261,13 +292,16 @@ def _refuse_shared_without_bound(config: Config, gpus: VisibleGpus) -> None:
 
 
 def _shortage(config: Config, gpus: VisibleGpus) -> str:
-    ranks, engines = _wanted(config)
+    ranks, engines, served = _wanted(config)
     generation = config.generation
     wants = [f"trainer.num_ranks={ranks}"] if ranks else []
     if engines:
         wants += [f"generation.num_replicas={len(engines)} × generation.tensor_parallel={generation.tensor_parallel}"]
+    if served:
+        for each in config.started_services:
+            wants.append(f"[[service]] {each.name}: replicas={each.replicas} × tensor_parallel={each.tensor_parallel}")
     return (
-        f"{' + '.join(wants)} need {ranks + sum(engines)} GPUs, {gpus.describe()}; "
+        f"{' + '.join(wants)} need {ranks + sum(engines) + sum(served)} GPUs, {gpus.describe()}; "
         f"{_what_fits(config, len(gpus.words))}; for a run on Slurm: rlhpc check --site SITE.toml, rlhpc submit"
     )
 
@@ -276,16 +310,17 @@ def _what_fits(config: Config, num_gpus: int) -> str:
     """Describe the smallest change of settings that fits the GPUs."""
     for change in _changes(config, num_gpus):
         changed = with_values(config, change)
-        ranks, engines = _wanted(changed)
+        ranks, engines, served = _wanted(changed)
         shares = _can_share(changed, num_gpus) and changed.generation.kv_cache_bytes is not None
-        if (ranks + sum(engines) <= num_gpus or shares) and obeys_rules(changed):
+        if (ranks + sum(engines) + sum(served) <= num_gpus or shares) and obeys_rules(changed):
             return "would fit: " + " ".join(f"{key}={as_override(value)}" for key, value in change.items())
-    if num_gpus == 1:
+    if num_gpus == 1 and not _wanted(config)[2]:
         return (
             "would fit: trainer.num_ranks=1 generation.num_replicas=1 generation.tensor_parallel=1, which share it, "
             "with generation.kv_cache_bytes"
         )
-    return "no smaller layout fits"
+    elsewhere = " while services need GPUs of their own: one that runs elsewhere has a url in place of its path"
+    return "no smaller layout fits" + elsewhere * bool(_wanted(config)[2])
 
 
 def _changes(config: Config, num_gpus: int) -> Iterator[dict[str, object]]:

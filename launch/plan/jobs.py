@@ -1,7 +1,8 @@
 """Plan the Slurm jobs of a run, with their resources.  Pure.
 
 Input: Config, Site, RunLayout.  Output: JobPlan.  Component 0 is the controller, which runs in the batch step without
-srun; then trainer, generators, reward services.  A task is one process: a trainer rank, an engine replica, a service.
+srun; then trainer, generators, services by name, reward services.  A task is one process: a trainer rank, a replica of
+an engine, a reward service.
 Submits nothing and touches no file; script.py writes the scripts, report.py the texts for people and programs.
 """
 
@@ -11,8 +12,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.plan.gpu_map import Shape, generation_shape, rewards_shape, trainer_shape
-from launch.plan.processes import trainer_threads
+from launch.plan.gpu_map import Shape, generation_shape, rewards_shape, service_shape, trainer_shape
+from launch.plan.processes import service_shares, trainer_threads
 from launch.plan.site_file import (
     ClusterConfig,
     CommonConfig,
@@ -27,6 +28,7 @@ from launch.plan.site_file import (
 from launch.run_files.plan_file import Share
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config, with_values
+from rlhpc.config.tables_models import ServiceConfig
 from rlhpc.protocol.errors import ConfigError
 
 CONTROLLER_CPUS = 2  # its loop, and one more for segments and TensorBoard
@@ -49,7 +51,10 @@ class Allocation:
     common: frozenset[str] = frozenset()  # keys that were taken from [common]
 
     def key(self, section: str, name: str) -> str:
-        """Name of a key in the site file for messages: common.KEY if it is from [common], else SECTION.KEY."""
+        """Name of a key in the site file for messages: common.KEY if it is from [common], else SECTION.KEY.
+
+        section: as of its component.
+        """
         return f"{'common' if name in self.common else section}.{name}"
 
 
@@ -57,7 +62,8 @@ class Allocation:
 class JobComponent:
     """A part of a job with its own nodes.  If the job is an array, sizes are those of one array task."""
 
-    name: str  # a section of the site file
+    name: str  # of the role's section in the site file; service-NAME
+    section: str  # of the site file, whose keys it has
     roles: tuple[Share, ...]
     nodes: int
     tasks_per_node: int
@@ -144,28 +150,26 @@ def plan_jobs(config: Config, site: Site, layout: RunLayout) -> JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """Generators to add: an array of tasks with one replica each."""
+    """Generators, or replicas of a service, to add: an array of tasks with one replica each."""
 
     name: str  # of the job
-    num_generators: int
+    num_replicas: int
     first_replica: int
     placement: Placement  # of the run
     partition: str | None = None  # instead of the site file's
     time_s: int | None = None  # instead of the site file's
+    service: str = ""  # name of the [[service]]; "": generators
 
 
 def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic) -> JobPlan:
-    """Lay out generators that join a run, each of the size of the planned ones.
+    """Lay out generators, or replicas of a service, that join a run, each of the size of the planned ones.
 
-    Raises ConfigError as plan_jobs does for generators.
+    Raises ConfigError as plan_jobs does.
     """
     cluster = _cluster_of(site)
     _refuse_one_machine(config)
     _refuse_directory(layout, cluster)
-    one = with_values(config, {"generation.num_replicas": 1})
-    section = site.generation.model_copy(update={"nodes": None})
-    share = Share("generator", 1, wanted.first_replica)
-    component = _gpu_component("generation", share, generation_shape(one, section), section, site.common)
+    component = _added_service(config, site, wanted) if wanted.service else _added_generator(config, site, wanted)
     allocation = component.allocation
     own = {key for key, given in (("partition", wanted.partition), ("time", wanted.time_s)) if given}
     allocation = replace(
@@ -174,9 +178,24 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
         time_s=wanted.time_s or allocation.time_s,
         common=allocation.common - own,
     )
-    job = Job(wanted.name, (replace(component, allocation=allocation),), array_size=wanted.num_generators)
+    job = Job(wanted.name, (replace(component, allocation=allocation),), array_size=wanted.num_replicas)
     of_config, placement = (config.transport.dead_after_s, config.run.log_bytes), wanted.placement
     return JobPlan(config.run.name, layout, placement, cluster, site.prologue, (job,), *of_config, is_elastic=True)
+
+
+def _added_generator(config: Config, site: Site, wanted: Elastic) -> JobComponent:
+    one = with_values(config, {"generation.num_replicas": 1})
+    section = site.generation.model_copy(update={"nodes": None})
+    share = Share("generator", 1, wanted.first_replica)
+    return _gpu_component("generation", share, generation_shape(one, section), section, site.common)
+
+
+def _added_service(config: Config, site: Site, wanted: Elastic) -> JobComponent:
+    service = next(each for each in config.started_services if each.name == wanted.service)
+    one = service.model_copy(update={"replicas": 1})
+    name, section = site.of_service(service.name)
+    share = Share("service", 1, wanted.first_replica, service.name)
+    return _service(config, one, share, site, name, section.model_copy(update={"nodes": None}))
 
 
 # ---------------------------------------------------------------------------------------------------------- components
@@ -190,6 +209,10 @@ def _components(config: Config, site: Site) -> tuple[JobComponent, ...]:
     components = (
         *trained,
         _gpu_component("generation", Share("generator", generator.num_tasks), generator, site.generation, site.common),
+        *(
+            _service(config, service, share, site, *site.of_service(service.name))
+            for service, share in zip(config.started_services, service_shares(config), strict=True)
+        ),
     )
     return components if site.rewards is None else (*components, _rewards(config, site.rewards, site.common))
 
@@ -200,6 +223,7 @@ def _controller(config: Config, site: Site) -> JobComponent:
     derived = CONTROLLER_CPUS + beside * _reward_cpus(config)
     return JobComponent(
         name="controller",
+        section="controller",
         roles=(Share("controller", 1), *((Share("reward", beside),) if beside else ())),
         nodes=1,
         tasks_per_node=1,
@@ -227,6 +251,7 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
         )
     return JobComponent(
         name=name,
+        section=name,
         roles=(share,),
         nodes=shape.nodes,
         tasks_per_node=shape.tasks_per_node,
@@ -240,10 +265,19 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
     )
 
 
+def _service(
+    config: Config, service: ServiceConfig, share: Share, site: Site, name: str, section: GpuConfig
+) -> JobComponent:
+    """Plan the replicas of one service.  name: of its section."""
+    component = _gpu_component(name, share, service_shape(config, service, section, name), section, site.common)
+    return replace(component, name=f"service-{service.name}")
+
+
 def _rewards(config: Config, section: RewardsSection, common: CommonConfig) -> JobComponent:
     shape = rewards_shape(config, section)
     return JobComponent(
         name="rewards",
+        section="rewards",
         roles=(Share("reward", shape.num_tasks),),
         nodes=shape.nodes,
         tasks_per_node=shape.tasks_per_node,
@@ -273,12 +307,16 @@ def _allocation(name: str, section: CommonConfig, common: CommonConfig) -> Alloc
 
 
 def _single_job(component: JobComponent, site: Site) -> Job:
-    """Make a job of one component.  Generators are an array: a replica per task, or a node if nodes are exclusive."""
-    if component.name != "generation":
+    """Make a job of one component.  Generators and replicas of a service are an array: a replica per task, or a node if
+    nodes are exclusive.
+    """
+    (share, *_) = component.roles
+    if share.role not in ("generator", "service"):
         return Job(component.name, (component,))
-    is_whole = component.allocation.exclusive or site.generation.nodes is not None
+    section = site.of_service(share.service)[1] if share.service else site.generation
+    is_whole = component.allocation.exclusive or section.nodes is not None
     tasks = component.tasks_per_node if is_whole else 1
-    part = replace(component, roles=(Share("generator", tasks),), nodes=1, tasks_per_node=tasks)
+    part = replace(component, roles=(replace(share, num_processes=tasks),), nodes=1, tasks_per_node=tasks)
     return Job(component.name, (part,), array_size=component.num_tasks // tasks)
 
 
@@ -319,7 +357,7 @@ def _refuse_directory(layout: RunLayout, cluster: ClusterConfig) -> None:
 
 def _refuse_different_times(components: tuple[JobComponent, ...]) -> None:
     """Refuse different time limits: a component would end alone, and the others would wait for it forever."""
-    first, *others = ((part.allocation.key(part.name, "time"), part.allocation.time_s) for part in components)
+    first, *others = ((part.allocation.key(part.section, "time"), part.allocation.time_s) for part in components)
     for key, time_s in others:
         if time_s != first[1]:
             raise ConfigError(

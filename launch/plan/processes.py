@@ -55,25 +55,42 @@ def trainer_threads(config: Config, num_cores: int) -> int:
 
 
 def shares_of(config: Config) -> tuple[Share, ...]:
-    """Shares of controller, reward services, trainer ranks and generators, in the order in which they are started."""
+    """Shares of controller, reward services, trainer ranks, generators and services, in the order of their starts."""
     samples = not config.is_supervised
     shares = (
         Share("controller", 1),
         Share("reward", samples * config.rewards.num_replicas),
         Share("trainer", config.trainer.num_ranks),
         Share("generator", samples * config.generation.num_replicas),
+        *service_shares(config),
     )
     return tuple(share for share in shares if share.num_processes)
 
 
+def service_shares(config: Config) -> tuple[Share, ...]:
+    """Shares of the services that the run starts; their processes are numbered through, in the run file's order."""
+    counts = [each.replicas for each in config.started_services]
+    return tuple(
+        Share("service", each.replicas, sum(counts[:place]), each.name)
+        for place, each in enumerate(config.started_services)
+    )
+
+
 def process_names(config: Config) -> list[str]:
     """Names of all processes, on channels and in logs."""
-    return [f"{share.role}-{replica}" for share in shares_of(config) for replica in range(share.num_processes)]
+    return [name for share in shares_of(config) for name in share.names]
+
+
+def expected_processes(config: Config) -> list[str]:
+    """Names of all processes, those of services with the service: "service-0 (teacher)"."""
+    return [
+        f"{name} ({share.service})" if share.service else name for share in shares_of(config) for name in share.names
+    ]
 
 
 def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
     """Describe in a few lines the processes and limits of a run."""
-    counts = [f"{share.num_processes} {share.role}" for share in shares_of(config)]
+    counts = [share.describe() for share in shares_of(config)]
     stage = "supervised fine-tuning, " * config.is_supervised
     lines = [
         f"run         {config.run.name}: {stage}{counted(config.run.num_steps, 'step')} in {layout.root}",
@@ -112,6 +129,14 @@ def _describe_sampling(config: Config, gpus: GpuMap) -> Iterator[str]:
         f"generation  {generation.engine}, {counted(generation.num_replicas, 'replica')}, "
         f"up to {generation.max_num_seqs} sequences each, weights by {gpus.transport or config.weights.transport}"
     )
+    yield from _describe_services(config)
+
+
+def _describe_services(config: Config) -> Iterator[str]:
+    """A line for each service: its kind, and its model or the address where it runs already."""
+    for place, each in enumerate(config.service):
+        model = f"{each.path}, {counted(each.replicas, 'replica')}" if each.path is not None else each.url
+        yield f"{'services' if place == 0 else '':<12}{each.name}: {each.kind}, {model}"
 
 
 def _describe_stage(config: Config) -> Iterator[str]:
@@ -243,7 +268,7 @@ def local_plan_document(
     """
     meet_s = ClusterConfig.model_fields["meet_s"].default
     limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, config.run.log_bytes, is_attended=True)
-    shares = {share.role: share for share in shares_of(config)}
+    shares = {share.role: share for share in shares_of(config) if not share.service}
     each = num_cores // len(process_names(config))
     threads = trainer_threads(config, each) if "trainer-0" in gpus.devices else 1
     components = [
@@ -252,6 +277,7 @@ def local_plan_document(
             "trainer", [shares["trainer"]], gpus, hides_gpus=config.trainer.device == "cpu", num_threads=threads
         ),
         *([_component("generation", [shares["generator"]], gpus)] if "generator" in shares else []),
+        *(_component(f"service-{share.service}", [share], gpus) for share in service_shares(config)),
     ]
     if config.evaluation:  # as for the command `rlhpc evaluate`: without thread limits
         components += [_component("evaluation", [Share(EVALUATOR, 1)], gpus) | {"defaults": {}}]
@@ -264,7 +290,7 @@ def local_plan_document(
 def _component(
     name: str, shares: list[Share], gpus: GpuMap, *, hides_gpus: bool = False, num_threads: int = 1
 ) -> dict[str, Any]:
-    names = [f"{share.role}-{k}" for share in shares for k in range(share.num_processes)]
+    names = [name for share in shares for name in share.names]
     return {
         "name": name,
         "runs_in_batch_step": True,

@@ -242,7 +242,7 @@ def _row(job: Job, component: JobComponent) -> tuple[str, ...]:
     memory = component.memory_gib_per_task
     return (
         component.name,
-        count + ", ".join(f"{share.num_processes} {share.role}" for share in component.roles),
+        count + ", ".join(share.describe() for share in component.roles),
         str(component.nodes),
         str(component.tasks_per_node),
         str(component.cpus_per_task),

@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 
 from rlhpc.config.file import OF_RUN_FILES, OF_SITE_FILES, fault_lines, sections, unknown_key
 from rlhpc.config.setting import LoosePath, NonNegative, Positive, PositiveFloat, Section
+from rlhpc.config.tables_services import Name
 from rlhpc.config.toml import beyond_64_bits, read_toml, shown
 from rlhpc.protocol.errors import ConfigError
 
@@ -195,7 +196,8 @@ class ClusterConfig(Section):
     shared_directory: LoosePath
     """Absolute path shared by login and compute nodes; run directories must lie in it."""
     placement: Placement = "hetjob"
-    """hetjob: one heterogeneous job, all or nothing.  jobs: one job per role, generators an array, in any order."""
+    """hetjob: one heterogeneous job, all or nothing.  jobs: one job per role and service, replicas an array, in any
+    order."""
     mail: Word | None = None
     """Address that Slurm writes to."""
     mail_events: Several[MailEvent] = ("END", "FAIL")
@@ -267,8 +269,11 @@ class RewardsSection(ControllerConfig):
 
 
 class GpuConfig(CommonConfig):
-    """[trainer], [generation], [evaluation]: the processes that compute.  A task is a trainer rank, or a replica of the
-    engine; one node and one task for all engines of an evaluation, which without its section has [generation]'s."""
+    """[trainer], [generation], [service.NAME], [evaluation]: the processes that compute.
+
+    A task is a trainer rank, or a replica of an engine; one node and one task for all engines of an evaluation.
+    Services and evaluations without a section have [generation]'s.
+    """
 
     gpu: str | None = None
     """Name of the GPU; GPU_MEMORY_GIB lists those whose memory is known."""
@@ -393,14 +398,26 @@ class Site(Section):
     trainer: GpuConfig
     generation: GpuConfig
     rewards: RewardsSection | None = None
+    service: dict[Name, GpuConfig] = Field(default_factory=dict)
     evaluation: GpuConfig | None = None
     prologue: PrologueConfig = PrologueConfig()
     rates: RatesConfig = RatesConfig()
 
+    def of_service(self, name: str) -> tuple[str, GpuConfig]:
+        """Return the section of a service and its name: [service.NAME], or [generation] without its number of nodes."""
+        if (section := self.service.get(name)) is not None:
+            return f"service.{name}", section
+        return "generation", self.generation.model_copy(update={"nodes": None})
 
-# Section name → its class; X for an optional section, X | None.
+
+# Section name → its class; X for an optional section, X | None, and for several, dict[Name, X].
 SECTIONS: dict[str, type[Section]] = {
-    name: (*get_args(field.annotation), field.annotation)[0] for name, field in Site.model_fields.items()
+    name: next(
+        part
+        for part in (field.annotation, *get_args(field.annotation))
+        if isinstance(part, type) and issubclass(part, Section)
+    )
+    for name, field in Site.model_fields.items()
 }
 
 
@@ -429,10 +446,13 @@ def legal_keys(section: str) -> list[str]:
 
 def _explain(key: str, detail: ErrorDetails) -> str | None:
     """The message for errors that only site files can have."""
-    value, is_of_section = detail["input"], len(detail["loc"]) == 1
+    value, section = detail["input"], str(detail["loc"][0])
+    is_of_section = len(detail["loc"]) == (2 if section == "service" else 1)  # of [service.NAME]
     match detail["type"]:
+        case "model_type" if section == "service":
+            return f"{key}={shown(value)}: legal: keys of a service in a section of its name, [service.NAME]"
         case "extra_forbidden":
-            said = unknown_key(key, value, legal_keys("" if is_of_section else str(detail["loc"][0])))
+            said = unknown_key(key, value, legal_keys("" if is_of_section else section))
             return f"{said}; [{key}] is a section of run files" if is_of_section and key in sections() else said
         case "value_error":  # a rule over several keys of a section names its key itself
             return f"{key}.{_cause(detail)}" if is_of_section else f"{key}={shown(value)}: {_cause(detail)}"

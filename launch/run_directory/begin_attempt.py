@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from launch.run_directory.prepare import (
     num_attempts,
     put_aside,
 )
-from launch.run_files.records import generator_numbers
+from launch.run_files.records import replica_numbers
 from launch.run_files.run_state import is_complete, longest_save_before_s, read_attempt, read_progress
 from rlhpc.base.files import is_absent, write_atomically
 from rlhpc.base.ownership import Fence
@@ -78,9 +79,9 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     aside = patient(lambda: put_aside(choice, _unheard))
     attempt = AttemptStart(index, choice.step, owner)
     progress, save_s = read_progress(layout), longest_save_before_s(layout)
-    patient(lambda: clear_rendezvous(layout))
-    generators = [f"generator-{replica}" for replica in patient(lambda: generator_numbers(layout))]
-    patient(lambda: mint_keys(config, layout, generators))
+    patient(lambda: clear_rendezvous(layout, keeps_services=True))
+    numbers = {role: patient(partial(replica_numbers, layout, role)) for role in ("generator", "service")}
+    patient(lambda: mint_keys(config, layout, [f"{role}-{each}" for role in numbers for each in numbers[role]]))
     patient(lambda: note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside))
     document = {
         "attempt": attempt.index,

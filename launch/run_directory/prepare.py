@@ -46,6 +46,7 @@ from rlhpc.config.file import SEVERAL, config_hash, read_resolved, write_resolve
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import CheckpointError, RunDirectoryError
 from rlhpc.training.checkpoint_directory import CheckpointState, Fate, KnownCheckpoints, set_aside
+from rlhpc.transport.service_address import ADDRESS_PATTERN
 
 # ------------------------------------------------------------------------------------------------------- attempt number
 #
@@ -415,7 +416,7 @@ def refuse_open_directory(layout: RunLayout, tell: Tell) -> None:
 def mint_keys(config: Config, layout: RunLayout, others: Iterable[str] = ()) -> None:
     """Make new keys for every process of this attempt; those of earlier attempts are no longer accepted.
 
-    others: names of generators that were added to the run's plan.
+    others: names of generators and services that were added to the run's plan.
     """
     from rlhpc.transport.security import mint_run_keys  # with zmq, which `status` and `stop` need not wait for
 
@@ -439,10 +440,16 @@ def _touch_what_stays(layout: RunLayout, plan: Path) -> None:
             os.utime(path)
 
 
-def clear_rendezvous(layout: RunLayout) -> None:
-    """Delete the rendezvous files of earlier attempts and create missing directories."""
-    for directory in (layout.rendezvous, layout.weights):
-        shutil.rmtree(directory, ignore_errors=True)
+def clear_rendezvous(layout: RunLayout, *, keeps_services: bool = False) -> None:
+    """Delete the rendezvous files of earlier attempts and create missing directories.
+
+    keeps_services: not the addresses of services, whose processes may outlive an attempt and publish theirs once.
+    """
+    services = set(matching(layout.rendezvous, ADDRESS_PATTERN)) if keeps_services else set()
+    for path in set(matching(layout.rendezvous, "*")) - services:
+        with suppress(OSError):
+            path.unlink()
+    shutil.rmtree(layout.weights, ignore_errors=True)
     layout.status.unlink(missing_ok=True)
     _make(layout)
 

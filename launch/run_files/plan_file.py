@@ -2,7 +2,7 @@
 
 Input: the file written by launch/plan/script.py.  Output: JobPart.  A job's batch step reads it,
 `PYTHON -u -P -m launch.supervisor --run-dir RUN_DIR --plan RUN_DIR/job_plan.json --job JOB`; `rlhpc run` has
-local_plan.json, and generators that are added later have scripts/generation-K.json.
+local_plan.json; generators and services that are added later have scripts/generation-K.json, service-NAME.K.json.
 """
 
 from __future__ import annotations
@@ -31,6 +31,16 @@ class Share:
     role: str  # for `python -m rlhpc.roles`, or EVALUATOR
     num_processes: int
     first_replica: int = 0  # of the whole job; numbers continue over array tasks
+    service: str = ""  # name of the [[service]] whose processes these are
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its processes; of an array, those of its first task."""
+        return [f"{self.role}-{self.first_replica + index}" for index in range(self.num_processes)]
+
+    def describe(self) -> str:
+        """Number and role of the processes, with the name of their service: "2 service (teacher)"."""
+        return f"{self.num_processes} {self.role}" + (f" ({self.service})" if self.service else "")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,14 +22,14 @@ from rlhpc.protocol.errors import RunDirectoryError
 
 # ---------------------------------------------------------------------------------------------------------- job records
 #
-# Records of the jobs that a run has submitted, and the replica numbers of its generators.
+# Records of the jobs that a run has submitted, and the replica numbers of its generators and services.
 #
 # Reads and writes jobs/ID.json, one file per submission, and reads the plans under which jobs were submitted.  A record
 # is written once, after sbatch has returned the id, and never changed; the state of the job is always asked of Slurm.
 # Python 3.9 and the standard library only, so that a supervisor can record a successor that it submits.
 
 CONTROLLER_JOBS = ("hetjob", "controller")  # names of the jobs that host the controller
-_ELASTIC_PLAN = re.compile(r"generation-(\d+)\.json")
+SERVICE_JOB = "service-"  # the name of a service's job begins with this
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class JobRecord:
     plan: str  # path of the plan file
     script: str  # path of the script
     is_elastic: bool  # added to a run that had been submitted before
-    first_replica: int  # of its generators, if it has any
-    replicas_per_task: int  # generators of one array task; of the whole job if it is not an array
+    first_replica: int  # of its generators, or of its service, if it has any
+    replicas_per_task: int  # generators or services of one array task; of the whole job if it is not an array
     partition: str | None  # of its generators, or else of its first component; None: the default partition
     submitted_unix_s: float
     follows: int | None = None  # the job that this one succeeds or replaces
@@ -63,11 +63,16 @@ class JobRecord:
         """The name as squeue writes it: JOB, or JOB_TASK."""
         return str(self.job_id) if task is None else f"{self.job_id}_{task}"
 
+    @property
+    def numbered_role(self) -> str:
+        """The role of which its tasks have replicas: generator or service; "" for other jobs."""
+        return role_of_job(self.name)
+
     def roles_of(self, task: int | None) -> list[str]:
-        """Names of a task's generators, or of the trainer rank or reward service that shows that the job is alive."""
-        if self.name.startswith("generation"):
+        """Names of a task's generators or services, or of the rank or reward service that shows that it is alive."""
+        if role := self.numbered_role:
             first = self.first_replica + (task or 0) * self.replicas_per_task
-            return [f"generator-{replica}" for replica in range(first, first + self.replicas_per_task)]
+            return [f"{role}-{replica}" for replica in range(first, first + self.replicas_per_task)]
         return {"trainer": ["trainer-0"], "rewards": ["reward-0"]}.get(self.name, [])
 
 
@@ -90,44 +95,71 @@ def name_of_jobs(layout: RunLayout) -> str:
     return stated_name(read_document(layout.config).get("config"))
 
 
-def generator_numbers(layout: RunLayout) -> list[int]:
-    """Replica numbers of all generators, planned and added."""
+def role_of_job(name: str) -> str:
+    """The role that a job of this name has replicas of: generator or service; "" for other jobs."""
+    return "generator" if name.startswith("generation") else "service" if name.startswith(SERVICE_JOB) else ""
+
+
+def service_of_job(name: str) -> str:
+    """The name of the service that a planned or added job of this name has replicas of; "" for other jobs."""
+    return name.removeprefix(SERVICE_JOB).partition(".")[0] if name.startswith(SERVICE_JOB) else ""
+
+
+def replica_numbers(layout: RunLayout, role: str) -> list[int]:
+    """Replica numbers of all generators, or of the processes of all services, planned and added."""
     numbers: set[int] = set()
     for path in [layout.job_plan, *elastic_plans(layout)]:
-        numbers |= set() if is_absent(path) else set(_numbers_of(path))
+        numbers |= set() if is_absent(path) else set(_numbers_of(path, role))
     return sorted(numbers)
 
 
-def next_replica(layout: RunLayout) -> int:
-    """A replica number that no generator of this run has had."""
-    return max(generator_numbers(layout), default=-1) + 1
+def processes_of_service(layout: RunLayout, service: str) -> list[str]:
+    """Names of the processes of a service, planned and added; none if the run starts no service of this name."""
+    numbers: set[int] = set()
+    for path in [layout.job_plan, layout.local_plan, *elastic_plans(layout)]:
+        numbers |= set() if is_absent(path) else set(_numbers_of(path, "service", service))
+    return [f"service-{number}" for number in sorted(numbers)]
 
 
-def elastic_plans(layout: RunLayout) -> list[Path]:
-    """Plan files of generators that were added, oldest first."""
-    return [path for _, path in numbered_files(layout.scripts, _ELASTIC_PLAN)]
+def next_replica(layout: RunLayout, role: str) -> int:
+    """A replica number that no process of this role has had in this run."""
+    return max(replica_numbers(layout, role), default=-1) + 1
 
 
-def next_elastic_name(layout: RunLayout) -> str:
-    """generation-K, with K counted from 1."""
-    plans = elastic_plans(layout)
-    return f"generation-{int(plans[-1].stem.rpartition('-')[2]) + 1 if plans else 1}"
+def next_elastic_name(layout: RunLayout, service: str = "") -> str:
+    """generation-K, with K counted from 1; of a service service-NAME.K, since its name may end in a number."""
+    stem = f"{SERVICE_JOB}{service}." if service else "generation-"
+    plans = numbered_files(layout.scripts, re.compile(rf"{re.escape(stem)}(\d+)\.json"))
+    return f"{stem}{max((number for number, _ in plans), default=0) + 1}"
 
 
-def generators_of(components: Iterable[dict[str, Any]]) -> tuple[int, int]:
-    """First replica and number of generators (of one array task) in components of a plan file; (0, 0): none."""
+def replicas_of(components: Iterable[dict[str, Any]], roles: Sequence[str]) -> tuple[int, int]:
+    """First replica and number of processes (of one array task) in components of a plan file; (0, 0): none.
+
+    roles: of which the first that a component has counts.
+    """
     for component in components:
         for share in component["roles"]:
-            if share["role"] == "generator":
+            if share["role"] in roles:
                 return share["first_replica"], share["num_processes"]
     return 0, 0
 
 
-def _numbers_of(plan: Path) -> Iterable[int]:
+def elastic_plans(layout: RunLayout) -> list[Path]:
+    """Plan files of generators and services that were added."""
+    plans = (*matching(layout.scripts, "generation-*.json"), *matching(layout.scripts, f"{SERVICE_JOB}*.json"))
+    return [path for path in plans if re.fullmatch(r"generation-\d+|service-.+\.\d+", path.stem)]
+
+
+def _numbers_of(plan: Path, role: str, service: str = "") -> Iterator[int]:
+    """Replica numbers in one plan file; service: only those of this one."""
     try:
         for job in json.loads(plan.read_bytes())["jobs"]:
-            first, count = generators_of(job["components"])
-            yield from range(first, first + count * (job["array_size"] or 1))
+            shares = (share for component in job["components"] for share in component["roles"])
+            for share in shares:
+                if share["role"] == role and service in ("", share.get("service")):
+                    first, count = share["first_replica"], share["num_processes"]
+                    yield from range(first, first + count * (job["array_size"] or 1))
     except (ValueError, KeyError, TypeError) as error:
         raise RunDirectoryError(f"{plan}: damaged: {error!r}") from error
 

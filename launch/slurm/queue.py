@@ -298,7 +298,8 @@ _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS.items())
 _SQUEUE = ("squeue", "--all", "--array", "--noheader", "--states=all")
 _LOG_FIELD = "StdOut:1024|"
 # As in launch/plan/script.py.  Includes the job's name: other programs may use logs/slurm, too.
-_LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
+_JOBS_OF_A_RUN = r"hetjob|controller|trainer|generation(?:-\d+)?|service-[\w.-]+|rewards"
+_LOG_OF_A_RUN = re.compile(rf"(/.+)/logs/slurm/(?:{_JOBS_OF_A_RUN})-[\w%]+\.log")
 # Fields of sacct, by squeue's names.
 _SACCT_FIELDS = {
     "JobArrayID": "JobID", "State": "State", "Partition": "Partition", "TimeUsed": "Elapsed", "TimeLimit": "Timelimit",

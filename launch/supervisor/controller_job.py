@@ -120,7 +120,7 @@ LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
 _WANTED = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED, Cause.SIGNAL)  # requested ends
 SOONER = "; Ctrl-C: end within seconds"  # appended to messages about saving
-ROLE_WORDS = {"generator": "generator", "reward": "reward service"}
+ROLE_WORDS = {"generator": "generator", "reward": "reward service", "service": "process of a service"}
 
 
 class ControllerJobSupervisor:
@@ -390,7 +390,10 @@ class ControllerJobSupervisor:
             return
         summary, progress = self._certain(lambda: self._classifier.exit_summary(step)), self._progress()
         is_told = progress is not None and progress.is_ending  # the controller is about to end, and tells roles to exit
-        is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
+        if step.role == "service":  # a run goes on without one, unless it could not even start
+            is_missed = not is_told and not self._processes.has_service(step) and self._could_not_start(step, progress)
+        else:
+            is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
         event = "part_missed" if is_missed else "part_left" if is_told else "part_end"
         self._log.say(event, f"{step.name} has ended: {summary}")
         controller = self._controller
@@ -402,6 +405,11 @@ class ControllerJobSupervisor:
             controller.ask_to_leave(signal.SIGINT)
         else:
             self._end_alone(step, summary, progress)
+
+    def _could_not_start(self, step: StartedProcesses, progress: ReportedProgress | None) -> bool:
+        """True if a service refuses its settings, or has failed at its start while a user waits for its message."""
+        has_served = progress is not None and bool(step.processes & set(progress.names(step.role)))
+        return step.status() == EXIT_CONFIG or (self._plan.limits.is_attended and not has_served)
 
     def _evaluator_ended(self, step: StartedProcesses) -> None:
         """Handle an evaluator that has ended: the run goes on; one that has asked the run to stop has ended well."""

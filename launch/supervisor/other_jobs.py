@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.run_files.plan_file import JobPart
-from launch.run_files.records import JobRecord, read_exit_records, read_job_records, write_job_record
+from launch.run_files.records import (
+    JobRecord,
+    read_exit_records,
+    read_job_records,
+    service_of_job,
+    write_job_record,
+)
 from launch.run_files.run_state import (
     Attempt,
     Cause,
@@ -216,7 +222,8 @@ def _cancel(jobs: list[OtherJob], log: EventLog) -> None:
 # Resubmit planned jobs of a run that have ended although their roles are still needed.
 #
 # Input: the roles that the controller lists, and job states from Slurm (arrays per task).  Guarantees: a job that was
-# cancelled by hand is not resubmitted, not even after a requeue of this job; neither is a job that is or may be alive.
+# cancelled by hand is not resubmitted, not even after a requeue of this job, unless it is the last of a service;
+# neither is a job that is or may be alive.
 
 
 LOOK_EVERY_S = 10.0  # while a role is missing
@@ -268,7 +275,7 @@ class Resubmitter:
             # A job that Slurm no longer shows is alive if its role is registered.
             if not self._is_given_up(each.record, each.task, away) and (each.state or not present & set(each.roles))
         ]
-        cancelled = [each for each in gone if each.state == "CANCELLED"]
+        cancelled = [each for each in gone if each.state == "CANCELLED" and not self._is_last(each, present)]
         for each in cancelled:
             if each.record.name == "trainer":
                 return Outcome(Cause.COMPONENT, f"job {each.label}, the trainer's, was cancelled")
@@ -279,6 +286,15 @@ class Resubmitter:
             if outcome is not None:
                 return outcome
         return None
+
+    def _is_last(self, gone: Gone, present: set[str]) -> bool:
+        """True if no other process of its service is registered: the run waits for this one."""
+        service = service_of_job(gone.record.name)
+        if not service:
+            return False
+        kin = [record for record in read_job_records(self._plan.layout) if service_of_job(record.name) == service]
+        names = {name for record in kin for task in range(record.array_size or 1) for name in record.roles_of(task)}
+        return not (names - set(gone.roles)) & present
 
     def _expected(self, away: Sequence[str]) -> set[str]:
         """Names of roles that the planned jobs would start; one each for trainers and reward services."""
@@ -306,10 +322,13 @@ class Resubmitter:
     def _bring_back(self, gone: Sequence[Gone], progress: ReportedProgress | None) -> Outcome | None:
         """Resubmit one job, or these tasks of an array."""
         name = gone[0].record.name
+        is_expendable = bool(service_of_job(name))
         if name.startswith("generation") and progress is None:
             return None  # it is not known yet whether other generators are running
         lost = {role for each in gone for role in each.roles}
-        if name.startswith("generation") and progress is not None and set(progress.names("generator")) - lost:
+        if name.startswith("generation") and progress is not None:
+            is_expendable = bool(set(progress.names("generator")) - lost)
+        if is_expendable:
             gone = [each for each in gone if self._may_try(each)]  # the run continues without them meanwhile
             if not gone:
                 return None
@@ -334,7 +353,7 @@ class Resubmitter:
         return None
 
     def _may_try(self, gone: Gone) -> bool:
-        """True if a dispensable generator is to be resubmitted now; it has a budget of its own."""
+        """True if a dispensable generator or service is to be resubmitted now; it has a budget of its own."""
         key = gone.record.name, gone.task
         may = self._tries.take(key)
         if self._tries.is_exhausted(key):
@@ -389,7 +408,7 @@ class _Tries:
 
 # ----------------------------------------------------------------------------------------------------------- worker job
 #
-# The supervisor of a job without the controller: a trainer, generators or reward services in a job of their own.
+# The supervisor of a job without the controller: a trainer, generators or services in a job of their own.
 #
 # It waits for an attempt and starts its component.  A trainer is restarted for every attempt; generators and reward
 # services keep running across attempts.  Before the job's time limit it asks the controller to save (trainer) or lets

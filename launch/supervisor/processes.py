@@ -1,6 +1,6 @@
 """The processes that one job of a run starts: the controller, and everything that serves it.
 
-Generators, reward services and the evaluator keep running from one attempt to the next; a trainer belongs to one.
+Generators, services of both kinds and the evaluator keep running from one attempt to the next, a trainer does not.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attemp
     # One task that dies must not end the others, and srun must not wait forever for tasks that never start.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", f"--job-name={part.name}"]
     share = part.shares[0]
-    processes = frozenset(f"{share.role}-{share.first_replica + k}" for k in range(share.num_processes))
-    return StartedProcesses(part.name, [*words, *_task(plan, part, share.role, attempt, start)], processes, attempt)
+    task = _task(plan, part, share.role, attempt, start)
+    return StartedProcesses(part.name, [*words, *task], frozenset(share.names), attempt)
 
 
 def start_beside(
@@ -378,6 +378,13 @@ class Processes:
         own = {name for step in self._of(role) for name in step.processes}
         progress = read_progress(self._plan.layout)
         return progress is not None and any(name not in own for name in progress.names(role))
+
+    def has_service(self, step: StartedProcesses) -> bool:
+        """True if another process of the service that this one belongs to runs in this job."""
+        shares = [share for part in self._plan.parts for share in part.shares if share.service]
+        kin = {name for share in shares if step.processes & set(share.names) for name in share.names}
+        others = (each for each in self._of("service") if each is not step and each.processes & kin)
+        return any(each.status() is None for each in others)
 
     def end_trainer(self, patience_s: float) -> None:
         """Wait for all ranks; kill those that do not end in time."""

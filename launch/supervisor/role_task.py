@@ -265,7 +265,7 @@ class _Task:
         self._starts = 0
         self._held: int | None = None  # descriptor of its directory for temporary files, locked
         self._is_evaluator = options.role == EVALUATOR
-        self._is_expendable = self._is_evaluator or options.role in ("generator", "reward")
+        self._is_expendable = self._is_evaluator or options.role in ("generator", "reward", "service")
         # Signals passed on to the role, by signals to this process; the role receives others itself, or must not.
         self._asks: dict[int, signal.Signals] = {number: number for number in _ENDS}
         if self._is_expendable:
@@ -321,9 +321,10 @@ class _Task:
             return True
         if is_complete(self._plan.layout):
             return False
+        if not self._plan.limits.is_attended or (self._share.service and (status > 128 or self._starts > 1)):
+            return True
         progress = read_progress(self._plan.layout)
-        has_served = progress is not None and self._name in progress.names(self._options.role)
-        return has_served or not self._plan.limits.is_attended
+        return progress is not None and self._name in progress.names(self._options.role)
 
     def _once(self) -> int:
         environment = {**self._part.defaults, **os.environ}
@@ -425,6 +426,7 @@ class _Task:
         words = [*_bound(self._part.python, base), "-P", "-m", "rlhpc.roles", options.role]
         words += ["--run-dir", str(plan.layout.root)]
         words += ["--replica", str(self._replica), "--attempt", str(options.attempt)]
+        words += ["--service", self._share.service] if self._share.service else []
         if options.role == "trainer":
             words += ["--num-ranks", str(self._share.num_processes)]
         if options.resume_step is not None:

@@ -388,9 +388,9 @@ class Story:
 
 
 def place_of(process: str) -> tuple[int, int]:
-    """Sort key of processes: trainers, generators, reward services."""
+    """Sort key of processes: trainers, generators, reward services, services."""
     role, _, number = process.rpartition("-")
-    order = {"controller": 0, "trainer": 1, "generator": 2, "reward": 3}
+    order = {"controller": 0, "trainer": 1, "generator": 2, "reward": 3, "service": 4}
     return order.get(role, 9), int(number) if number.isdigit() else 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.common.text import aligned, quoted, span
-from launch.run_files.records import JobRecord
+from launch.run_files.records import JobRecord, service_of_job
 from launch.run_files.run_state import Event, last_events, read_document, saved_step, stated_name
 from launch.slurm.queue import ANSWER_S, JobRow, QueueLook, look_at_jobs
 from launch.slurm.states import JobStage, is_stuck, reason_in_words
@@ -155,23 +155,28 @@ def _what_follows(view: SlurmView, row: JobRow) -> str:
     if successors:
         return f"replaced by job {successors[-1].job_id}"
     if job.is_elastic:
-        return "`rlhpc scale RUN_DIR --generators +1` adds another"
+        of_service = service_of_job(job.name)
+        what = f"--service {of_service} +1" if of_service else "--generators +1"
+        return f"`rlhpc scale RUN_DIR {what}` adds another"
     runs = any(other.state.life is JobStage.ON_NODES and _is_controller(view, other) for other in view.look.rows)
     if job.placement != "jobs" or job.hosts_controller or not runs:
         return ""
-    return "not resubmitted" if row.state.name == "CANCELLED" else "will be resubmitted by the controller's job"
+    if row.state.name == "CANCELLED":
+        return "resubmitted if it is the last of its service" if service_of_job(job.name) else "not resubmitted"
+    return "will be resubmitted by the controller's job"
 
 
 def what_it_is(view: SlurmView, row: JobRow) -> str:
-    """A job's part of the run: "trainer", "generator-3", "generator-0…3"; "(elastic)" if added by `rlhpc scale`."""
+    """A job's part of the run: "trainer", "generator-0…3", "service-2 (judge)"; "(elastic)": by `rlhpc scale`."""
     job, name = _record(view, row.job_id), part_of(view, row)
-    if name.startswith("generation") and row.component is None:
-        name = _replicas(job, row)
+    if job.numbered_role and row.component is None:
+        service = service_of_job(job.name)
+        name = _replicas(job, row) + (f" ({service})" if service else "")
     return f"{name} (elastic)" if job.is_elastic else name
 
 
 def part_of(view: SlurmView, row: JobRow) -> str:
-    """A job's section of the site file: controller, trainer, generation, rewards."""
+    """A job's component: controller, trainer, generation, service-NAME, rewards."""
     job = _record(view, row.job_id)
     if row.component is None:
         return job.name
@@ -189,7 +194,7 @@ def _replicas(job: JobRecord, row: JobRow) -> str:
         return job.name  # several ranges, "2,5-7", are in the id
     low = job.first_replica + int(head) * job.replicas_per_task
     high = job.first_replica + (int(tail or head) + 1) * job.replicas_per_task - 1
-    return f"generator-{low}" if high <= low else f"generator-{low}…{high}"
+    return f"{job.numbered_role}-{low}" if high <= low else f"{job.numbered_role}-{low}…{high}"
 
 
 # --------------------------------------------------------------------------------------------------- waiting, and next

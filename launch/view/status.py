@@ -260,15 +260,15 @@ def _missing(status: dict[str, Any], expected: Sequence[str]) -> tuple[list[str]
     there = {role["name"] for role in status["roles"]}
     is_over = status.get("is_ending") or status["phase"] in ("complete", "stopped")
     wanted = () if is_over else expected
-    names = [name for name in wanted if name not in there and not name.startswith("controller")]
+    names = [each for each in wanted if each.partition(" ")[0] not in there and not each.startswith("controller")]
     return names[:MOST_NAMES], max(0, len(names) - MOST_NAMES)
 
 
 def expected_of(view: RunView) -> Sequence[str]:
-    """Names of the processes in the run's plan; none if its settings cannot be read."""
-    from launch.plan.processes import process_names  # slow to import, and needed for live runs only
+    """Processes in the run's plan, as `expected_processes`; none if its settings cannot be read."""
+    from launch.plan.processes import expected_processes  # slow to import, and needed for live runs only
 
-    return () if view.config is None else process_names(view.config)
+    return () if view.config is None else expected_processes(view.config)
 
 
 def _run_lines(
@@ -290,7 +290,7 @@ def _run_lines(
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
         *(_row(role) for role in status["roles"]),
-        *(f"{name:<14}{absence}" for name in missing),
+        *(f"{name:<14}{absence}" if " " not in name else f"{name} {absence}" for name in missing),
         *([f"and {more} more {absence}"] if more else []),
     ]
 
@@ -367,12 +367,26 @@ def error_lines(errors: Mapping[str, Any]) -> list[str]:
 
 def _row(role: dict[str, Any]) -> str:
     metrics = role["metrics"]
+    if "service" in role:
+        return _row_of_service(role)
     holds = int(metrics.get("running", 0) + metrics.get("waiting", 0) + metrics.get("queued", 0))
     version = role["version"] if role["version"] >= 0 else "-"
     return (
         f"{role['name']:<14}{role['state']:<12}{version:>8}  {holds:>6}  {role['silent_s']:>6.1f}s  "
         f"{role['waits_for'] or '-'}"
     )
+
+
+def _row_of_service(role: dict[str, Any]) -> str:
+    """Row of a process of a service, with its load: its weights have no version."""
+    running, waiting, answered = (
+        int(role["metrics"].get(f"requests_{each}", 0)) for each in ("running", "waiting", "answered")
+    )
+    kind = f" ({role['kind']})" if role.get("kind", role["service"]) != role["service"] else ""
+    load = f"{role['service']}{kind}: {waiting} waiting, {answered} answered"
+    waits_for = f"; {role['waits_for']}" if role["waits_for"] else ""
+    holds = running + waiting
+    return f"{role['name']:<14}{role['state']:<12}{'-':>8}  {holds:>6}  {role['silent_s']:>6.1f}s  {load}{waits_for}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- watch
@@ -410,7 +424,7 @@ class Watch:
         is_quiet: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """expected: processes that the run needs (process_names).  is_quiet: print only lines of `tell`."""
+        """expected: processes that the run needs (expected_processes).  is_quiet: print only lines of `tell`."""
         self._layout, self._stream, self._is_quiet, self._clock = layout, stream, is_quiet, clock
         self._expected, self._began_s = tuple(expected), clock()
         self._line: ProgressLine | None = None

@@ -51,6 +51,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "verifier_judge_completion_tokens/*": Metric("tokens", "written by the judge"),
         "verifier_judge_s/*": Metric("s", "waiting for the judge, all requests together"),
         "reward_part/*": Metric("reward", "mean of a named part of the reward, recently finished rollouts"),
+        # Models beside the policy ([[service]]), by the name of the service; summed over its living processes.
+        "service_requests_running/*": Metric("requests", "that this service computes"),
+        "service_requests_waiting/*": Metric("requests", "that wait at this service"),
+        "service_requests_per_s/*": Metric("requests/s", "answered by this service"),
+        "service_tokens_per_s/*": Metric("tokens/s", "of requests and replies, by this service"),
         # Groups.
         "group/all_correct_share": Metric("share", "recently finished groups, rewards equal and answers correct"),
         "group/all_wrong_share": Metric("share", "recently finished groups, rewards equal and answers wrong"),

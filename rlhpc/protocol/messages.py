@@ -34,6 +34,7 @@ class Hello:
     num_weight_ranks: int = 0  # engine workers that receive weights; 0 for roles that receive none
     weight_devices: tuple[str, ...] = ()  # of these workers, as weights/memory.py calls them; "" for the CPU
     code: str = ""  # digest of the package that this process runs (user_code.py); "": not known
+    service: str = ""  # of a process of a [[service]], its name
 
 
 @dataclass(frozen=True, slots=True)

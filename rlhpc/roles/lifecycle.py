@@ -456,6 +456,7 @@ def hello(context: RoleContext, weight_devices: tuple[str, ...] = ()) -> Hello:
         num_weight_ranks=len(weight_devices),
         weight_devices=weight_devices,
         code=context.code,
+        service=context.service,
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from rlhpc.base.files import write_atomically
 from rlhpc.base.patience import seen
 
-_PATTERN = "service-*.json"
+ADDRESS_PATTERN = "service-*.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def withdraw_address(directory: Path, address: ServiceAddress) -> None:
 def addresses_of(directory: Path, service: str) -> list[ServiceAddress]:
     """Return the addresses of a service, by number; without those that are missing or unreadable at the moment."""
     found, none = list[ServiceAddress](), list[Path]()
-    for file in seen(lambda: sorted(directory.glob(_PATTERN)), none):
+    for file in seen(lambda: sorted(directory.glob(ADDRESS_PATTERN)), none):
         with suppress(OSError, ValueError, TypeError):
             found.append(ServiceAddress(**json.loads(file.read_bytes())))
     return sorted((each for each in found if each.service == service), key=lambda each: each.replica)

@@ -101,7 +101,7 @@ def _plans(pair: Pair) -> list[JobPlan]:
     config, site = pair.config, pair.site
     layout = shared_layout(config, site)
     plan = plan_jobs(config, site, layout)
-    added = Elastic("generators", num_generators=2, first_replica=4, placement=plan.placement)
+    added = Elastic("generators", num_replicas=2, first_replica=4, placement=plan.placement)
     return [plan, plan_elastic(config, site, layout, added)]
 
 

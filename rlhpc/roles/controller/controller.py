@@ -84,7 +84,7 @@ from rlhpc.transport.sessions import is_same_start
 
 log = logging.getLogger("rlhpc.controller")
 CLOSE_S = 15.0  # patience with a disk that refuses writes when a run fails or is stopped
-OUTLIVES_CONTROLLERS = ("generator-", "reward-")  # a trainer that is taken for dead ends the attempt
+OUTLIVES_CONTROLLERS = ("generator-", "reward-", "service-")  # a trainer that is taken for dead ends the attempt
 
 
 def run(context: RoleContext) -> None:
@@ -400,7 +400,8 @@ class RunProcesses:
         """Remove one process.  True: it was a generator.  Raises RoleFailed for a trainer."""
         member = self._registry.member(name)
         self._registry.forget(name)
-        log.warning("%s %s", name, why)
+        of_service = f" ({member.hello.service})" if member is not None and member.hello.service else ""
+        log.warning("%s%s %s", name, of_service, why)
         role = member.hello.role if member is not None else ""
         if role == "trainer":
             raise RoleFailed(f"{name} {why}")

@@ -50,6 +50,8 @@ from rlhpc.roles.lifecycle import RoleContext
 # Input: StepRecord and the rollouts since the previous step.  Output: scalars.  No decision depends on them.
 
 
+# Metrics in heartbeats of services.
+SERVICE_FIGURES = ("requests_running", "requests_waiting", "requests_per_s", "tokens_per_s")
 # Names in the trainer's report → names in the table; every other name is the loss's own.
 _REPORTED = {
     "loss": "trainer/loss",
@@ -404,10 +406,19 @@ class RunRecorder(StepRecorder[_Unwritten]):
             "reward/worker_restarts": self._registry.total("restarts", "reward"),
             "reward/retries": self._registry.total("reward_retries", "generator"),
             **verifier_figures(by_task(self._registry.totals(PREFIX, "reward", "generator"))),
+            **self._of_services(),
             "transport/lost_total": float(sum(one.messages_lost for one in channels)),
             "transport/rejected_total": float(sum(one.messages_rejected for one in channels)),
             "transport/denied_total": float(sum(one.connections_denied for one in channels)),
             "event_loop/lag_s": self.lag.take(),
+        }
+
+    def _of_services(self) -> dict[str, float]:
+        """Load of each [[service]], summed over its processes."""
+        return {
+            f"service_{figure}/{name}": value
+            for figure in SERVICE_FIGURES
+            for name, value in self._registry.by_service(figure).items()
         }
 
     def _samples(self, groups: Sequence[RolloutGroup]) -> list[Sample]:

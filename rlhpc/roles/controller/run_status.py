@@ -210,7 +210,7 @@ class Timeline:
                 del self._watched[name]
         for name, row in present.items():
             if name not in self._watched:
-                text = f"pid {row['pid']} on {row['host']}"
+                text = f"{_service_of(row)}pid {row['pid']} on {row['host']}"
                 self._news.put(TimelineEntry(now_s, **where, event="joined", name=name, text=text))
                 self._watched[name] = _Watched(row, busy_s=row["metrics"].get("busy_s"))
             self._watched[name].row = row
@@ -241,10 +241,15 @@ def _loss(row: Mapping[str, Any]) -> dict[str, Any]:
     if row["state"] == "draining":
         return {"event": "left", "name": row["name"], "text": "it had said that it leaves"}
     was = f"waited for {row['waits_for']}" if row["waits_for"] else f"was {row['state']}"
-    running = row["metrics"].get("running", 0.0)
-    held = f" with {running:.0f} rollouts" if running else ""
-    text = f"no sign of life for {row['silent_s']:.1f} s; it {was}{held}"
+    running, requests = (row["metrics"].get(each, 0.0) for each in ("running", "requests_running"))
+    held = f" with {running:.0f} rollouts" if running else f" with {requests:.0f} requests" if requests else ""
+    text = f"{_service_of(row)}no sign of life for {row['silent_s']:.1f} s; it {was}{held}"
     return {"event": "lost", "name": row["name"], "text": text}
+
+
+def _service_of(row: Mapping[str, Any]) -> str:
+    """ "teacher: " of a process of this service; "" of other roles."""
+    return f"{row['service']}: " if "service" in row else ""
 
 
 def _shares(watched: _Watched, seconds: float) -> dict[str, float]:
@@ -333,7 +338,8 @@ class StatusBoard:
 
     def document(self) -> bytes:
         """Return the content of the file."""
-        figures, now_s, roles = self.figures, time.time(), self._registry.report()
+        figures, now_s = self.figures, time.time()
+        roles = [row | self._kind_of(row) for row in self._registry.report()]
         self._timeline.look(now_s, roles, attempt=figures.attempt, step=figures.step, phase=figures.phase)
         document = {
             "name": self._config.run.name,
@@ -349,6 +355,11 @@ class StatusBoard:
             **asdict(figures),
         }
         return json.dumps(document).encode()
+
+    def _kind_of(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """The kind of a row's service; {} of other roles."""
+        kinds = {each.name: each.kind for each in self._config.service}
+        return {"kind": kinds[row["service"]]} if row.get("service") in kinds else {}
 
     def write(self, document: bytes) -> None:
         """Replace status.json, append to the timeline.  One thread at a time; another may call `document` meanwhile.

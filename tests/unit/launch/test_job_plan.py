@@ -225,8 +225,8 @@ def test_the_plan_file_has_what_the_supervisor_starts():
     controller, trainer, _ = job["components"]
     assert controller["runs_in_batch_step"]
     assert controller["roles"] == [
-        {"role": "controller", "num_processes": 1, "first_replica": 0},
-        {"role": "reward", "num_processes": 1, "first_replica": 0},
+        {"role": "controller", "num_processes": 1, "first_replica": 0, "service": ""},
+        {"role": "reward", "num_processes": 1, "first_replica": 0, "service": ""},
     ]
     sizes = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_task", "time_s")
     assert [trainer[key] for key in sizes] == [2, 8, 4, 1, 3600]
@@ -556,7 +556,9 @@ def test_the_example_shows_every_key(section):
     own = [
         name for name in SECTIONS[section].model_fields if section == "common" or name not in CommonConfig.model_fields
     ]
-    if section in ("generation", "evaluation"):
+    if section == "service":
+        assert "service.teacher" in shown
+    if section in ("generation", "service", "evaluation"):
         return  # the same keys as [trainer]
     missing = [
         name for name in own if name != "environment" and not re.search(rf"^(# )?{name} =", shown[section], re.M)

@@ -20,10 +20,10 @@ from launch.plan.script import plan_document
 from launch.run_files.records import (
     JobRecord,
     elastic_plans,
-    generator_numbers,
     next_elastic_name,
     next_replica,
     read_job_records,
+    replica_numbers,
     write_job_record,
 )
 from launch.run_files.run_state import Attempt
@@ -326,7 +326,7 @@ RECORD = JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 1
 
 def add(layout: RunLayout, count: int) -> None:
     """What `rlhpc scale` leaves of an addition."""
-    wanted = Elastic(next_elastic_name(layout), count, next_replica(layout), "hetjob")
+    wanted = Elastic(next_elastic_name(layout), count, next_replica(layout, "generator"), "hetjob")
     site = site_of(cluster={"shared_directory": str(layout.root)})
     write_plan(plan_elastic(config_of(f"run.directory={layout.root}"), site, layout, wanted))
 
@@ -371,12 +371,12 @@ def test_a_field_of_a_later_version_is_no_fault_and_damage_is_named(layout):
 def test_numbers_of_added_generators_go_on_after_the_planned_ones(layout, placement):
     plan = plan_of("generation.num_replicas=3", cluster={"placement": placement})
     layout.job_plan.write_text(plan_document(plan))
-    assert generator_numbers(layout) == [0, 1, 2]
+    assert replica_numbers(layout, "generator") == [0, 1, 2]
     add(layout, 2)
     assert [path.name for path in elastic_plans(layout)] == ["generation-1.json"]
-    assert (next_replica(layout), next_elastic_name(layout)) == (5, "generation-2")
+    assert (next_replica(layout, "generator"), next_elastic_name(layout)) == (5, "generation-2")
     add(layout, 9)
-    assert generator_numbers(layout) == list(range(14))
+    assert replica_numbers(layout, "generator") == list(range(14))
 
 
 def test_additions_are_counted_and_no_number_is_given_again_when_a_resume_plans_fewer(layout):
@@ -384,7 +384,7 @@ def test_additions_are_counted_and_no_number_is_given_again_when_a_resume_plans_
     for _ in range(10):
         add(layout, 1)
     layout.job_plan.write_text(plan_document(plan_of("generation.num_replicas=1")))
-    assert (next_elastic_name(layout), next_replica(layout)) == ("generation-11", 13)
+    assert (next_elastic_name(layout), next_replica(layout, "generator")) == ("generation-11", 13)
 
 
 # ----------------- `rlhpc stop` of a run that another shell resumes meanwhile.  Programs on PATH print what Slurm would
