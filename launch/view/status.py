@@ -284,6 +284,7 @@ def _run_lines(
         _figures(status),
         *verifier_lines(status.get("verifiers", {})),
         *error_lines(status.get("errors", {})),
+        *teacher_lines(status.get("teachers", {})),
         *(f"disk    {trouble}" for trouble in status.get("disk_troubles", ())),
         *in_flight,
         *so_far,
@@ -350,6 +351,18 @@ def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
         if waiting := figures.get(WAITING):
             why = "does a service restart? `rlhpc logs RUN_DIR reward` says why"
             lines.append(f"verifier {task}   {waiting:.0f} wait for a verdict for {LONG_S:g} s or more: {why}")
+    return lines
+
+
+def teacher_lines(teachers: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Rollouts that wait for a teacher, a line for each teacher."""
+    lines = []
+    for name, figures in sorted(teachers.items()):
+        if waiting := figures.get("waiting"):
+            waits = "1 rollout waits" if waiting == 1 else f"{waiting:.0f} rollouts wait"
+            mean = f"; {figures['seconds'] / figures['answered']:.1f} s a request" if figures.get("answered") else ""
+            failed = f"; {figures['failed']:.0f} had no answer" if figures.get("failed") else ""
+            lines.append(f"teacher  {waits} for teacher {name}{mean}{failed}")
     return lines
 
 

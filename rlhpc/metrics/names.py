@@ -140,6 +140,10 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "policy/mismatch_log_perplexity": Metric("nats", "|mean of proximal − sampler log-probability| of a rollout"),
         "policy/kl_reference": Metric("nats", "KL of current policy from the reference, estimator k3"),
         "teacher/kl": Metric("nats", "KL of sampler from teacher: mean of log π_sampler − log π_teacher, recent"),
+        "teacher/waiting": Metric("rollouts", "that wait for a teacher's answer now"),
+        "teacher/request_s": Metric("s", "until a teacher has answered, mean since generators started"),
+        "teacher/retries": Metric("requests", "to teachers that were sent again, since generators started"),
+        "teacher/failed": Metric("rollouts", "about which no teacher said anything, since generators started"),
         "policy/forward_kl": Metric("nats", "KL of teacher from current policy over the teacher's top k, mean"),
         "own_loss/*": Metric("-", "reported by a custom algorithm.loss, mean over loss tokens"),
         # The same for the loss tokens of one age: versions between sampling and training; 4 includes all above.

@@ -53,6 +53,8 @@ UNSENT = "unsent"  # the completion cannot be sent to a worker
 FAILURES = (RAISED, INVALID, TIMED_OUT, DIED, OUT_OF_MEMORY, UNSENT)
 UNANSWERED = "unanswered"  # no reward service has answered; counted by the client
 OF_AGENTS = "agent_"  # prefix of an agent's own failures, of which no worker of ours has died
+OF_TEACHERS = "teacher_"  # prefix of INVALID, REFUSED and UNANSWERED of a rollout about which its teacher said nothing
+REFUSED = "refused"  # a request that it does not serve
 KILLS_ITS_WORKER = frozenset({DIED, OUT_OF_MEMORY})
 
 JUDGED = "judged"  # completions, with a verdict or without
@@ -65,6 +67,9 @@ COSTS = ("judge_requests", "judge_retries", "judge_cached", "judge_prompt_tokens
 FIGURES = (JUDGED, *FAILURES, BATCH_FAILED, FORKED, SECONDS, WAITING, *COSTS)
 NO_COSTS: Mapping[str, float] = MappingProxyType({})
 PREFIX = "task:"  # of these figures in a heartbeat
+TEACHER_PREFIX = "teacher:"  # of those of teachers, by service
+# Rollouts that wait for a teacher, and those that it failed; replies, seconds until they came, requests sent again.
+TEACHER_FIGURES = ("waiting", "failed", "answered", "seconds", "retries")
 
 
 class TaskCounts:
@@ -100,12 +105,12 @@ class TaskCounts:
         return {f"{PREFIX}{name}:{task}": value for (task, name), value in self._figures.items()}
 
 
-def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def by_task(metrics: Mapping[str, float], prefix: str = PREFIX) -> dict[str, dict[str, float]]:
     """Undo as_metrics: task → name → figure; other metrics of a heartbeat are left out."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
-        if key.startswith(PREFIX):
-            name, _, task = key.removeprefix(PREFIX).partition(":")
+        if key.startswith(prefix):
+            name, _, task = key.removeprefix(prefix).partition(":")
             found.setdefault(task, {})[name] = value
     return found
 

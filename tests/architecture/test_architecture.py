@@ -24,8 +24,9 @@ ROLES = {"controller", "generator", "reward", "service", "trainer"}
 # One door per library: only these packages may import it.
 DOORS = {
     "zmq": {"rlhpc/transport"},
-    "aiohttp": {"rlhpc/transport", "rlhpc/agents"},
-    "msgspec": {"rlhpc/transport", "rlhpc/rewards", "rlhpc/generation"},  # the last two speak to processes of their own
+    "aiohttp": {"rlhpc/transport", "rlhpc/agents", "rlhpc/roles/generator"},
+    # rewards and generation speak to processes of their own, a generator to teachers.
+    "msgspec": {"rlhpc/transport", "rlhpc/rewards", "rlhpc/generation", "rlhpc/roles/generator"},
     "h5py": {"rlhpc/buffer"},
     "vllm": {"rlhpc/generation"},
     "tensorboard": {"rlhpc/metrics"},

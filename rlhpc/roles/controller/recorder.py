@@ -34,7 +34,7 @@ from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.tensorboard import Recorder, Sample
 from rlhpc.protocol.contracts import Clock, ServerChannel
 from rlhpc.protocol.types import Rollout, RolloutGroup
-from rlhpc.rewards.outcomes import JUDGED, PREFIX, SECONDS, by_task
+from rlhpc.rewards.outcomes import JUDGED, PREFIX, SECONDS, TEACHER_FIGURES, TEACHER_PREFIX, by_task
 from rlhpc.roles.controller.batch_maker import StepRecord
 from rlhpc.roles.controller.leases import IntakeStats, ProcessRegistry, RolloutSink
 from rlhpc.roles.controller.persistence import DiskLane
@@ -128,6 +128,19 @@ def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, floa
         found |= {f"verifier_{name}/{task}": value for name, value in figures.items() if name != SECONDS}
         found[f"verifier_mean_s/{task}"] = figures.get(SECONDS, 0.0) / max(1.0, figures.get(JUDGED, 0.0))
     return found
+
+
+def teacher_service_figures(teachers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Figures of all teachers together, from heartbeats of generators; none if no teacher was asked."""
+    if not teachers:
+        return {}
+    total = {name: sum(figures.get(name, 0.0) for figures in teachers.values()) for name in TEACHER_FIGURES}
+    return {
+        "teacher/waiting": total["waiting"],
+        "teacher/failed": total["failed"],
+        "teacher/retries": total["retries"],
+        "teacher/request_s": total["seconds"] / max(1.0, total["answered"]),
+    }
 
 
 def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, float]:
@@ -407,6 +420,7 @@ class RunRecorder(StepRecorder[_Unwritten]):
             "reward/retries": self._registry.total("reward_retries", "generator"),
             **verifier_figures(by_task(self._registry.totals(PREFIX, "reward", "generator"))),
             **self._of_services(),
+            **teacher_service_figures(by_task(self._registry.totals(TEACHER_PREFIX, "generator"), TEACHER_PREFIX)),
             "transport/lost_total": float(sum(one.messages_lost for one in channels)),
             "transport/rejected_total": float(sum(one.messages_rejected for one in channels)),
             "transport/denied_total": float(sum(one.connections_denied for one in channels)),

@@ -32,7 +32,7 @@ from rlhpc.config.rules import Config
 from rlhpc.metrics.meters import SILENT, WORKS, TimelineEntry
 from rlhpc.protocol.errors import SegmentError
 from rlhpc.protocol.types import Verdict
-from rlhpc.rewards.outcomes import PREFIX, ErrorGate, by_task
+from rlhpc.rewards.outcomes import PREFIX, TEACHER_PREFIX, ErrorGate, by_task
 from rlhpc.roles.controller.leases import ProcessRegistry
 from rlhpc.roles.controller.persistence import Journaling, PatientSealing
 from rlhpc.roles.controller.state import Totals
@@ -352,6 +352,7 @@ class StatusBoard:
             "disk_troubles": [each.disk_trouble for each in self._writers if each.disk_trouble],
             "errors": self._gate.document() if self._gate is not None else {},
             "verifiers": by_task(self._registry.totals(PREFIX, "reward", "generator")),
+            "teachers": by_task(self._registry.totals(TEACHER_PREFIX, "generator"), TEACHER_PREFIX),
             **asdict(figures),
         }
         return json.dumps(document).encode()

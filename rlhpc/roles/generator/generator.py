@@ -157,12 +157,13 @@ async def _generate(context: RoleContext) -> None:
     stop = stop_event()
     try:
         async with asyncio.TaskGroup() as tasks:
-            sampling = Sampling(config, engine, tasks)
+            sampling = Sampling(config, engine, tasks, context.layout.rendezvous)
             try:
                 await serve_controllers(context, stop, partial(_serve, engine, sampling))
                 await sampling.give_up()
             finally:
                 await sampling.agents.close()
+                await sampling.teachers.close()
     finally:
         await engine.close()
 
@@ -320,6 +321,7 @@ class Generator:
                 "tokens_per_s": self._sampling.tokens_per_s,
                 "tokens_unreported": 0.0 if self._is_draining else float(self._sampling.progress.num_unreported),
                 **self._sampling.agents.counts.as_metrics(),
+                **self._sampling.teachers.as_metrics(),
             },
             incarnation=self._context.incarnation,
         )

@@ -1,6 +1,6 @@
 """The generator's sampling tasks, from lease to delivery; they outlive the sessions with controllers.
 
-    Lease ─▶ engine ─▶ verdict ─▶ outbox
+    Lease ─▶ engine ─▶ verdict, and teacher ─▶ outbox
 
 While there is no controller, sampling goes on, and finished rollouts wait for the reward services of the next session.
 The next controller learns from a report which rollouts are running, and counts them as leased (buffer/prefixes.py).
@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from rlhpc.protocol.messages import (
 )
 from rlhpc.protocol.types import FinishReason, Lease, Prefix, Prompt, Rollout, RolloutRequest, ScoredRollout, Verdict
 from rlhpc.rewards.outcomes import UNANSWERED
+from rlhpc.roles.generator.teachers import TeacherFailed, Teachers
 from rlhpc.transport.rpc import RpcClient
 
 # ------------------------------------------------------------------------------------------------------- lease progress
@@ -114,9 +116,15 @@ class ProgressReporter:
         for reported in self._reported.values():
             reported.at_s = AT_ONCE
 
-    def report(self, in_flight: Iterable[RolloutRequest], timeline: int) -> LeaseProgress | None:
-        """Report all rollouts with new tokens, if one has to be reported now.  timeline: of their weights."""
-        grown = self._look({request.request_id: request for request in in_flight})
+    def report(
+        self, in_flight: Iterable[RolloutRequest], timeline: int, sampled: Container[str] = ()
+    ) -> LeaseProgress | None:
+        """Report all rollouts with new tokens, if one has to be reported now.
+
+        timeline: of their weights.  sampled: requests that are finished and wait for a verdict or a teacher, whose
+        leases are renewed.
+        """
+        grown = self._look({request.request_id: request for request in in_flight}, sampled)
         now = self._clock()
         if not any(self._urgency(reported, growth, now) >= 1.0 for _, reported, growth in grown):
             return None
@@ -132,7 +140,9 @@ class ProgressReporter:
         data, num_bytes = encode_partials(pieces)
         return LeaseProgress(np.frombuffer(data, np.uint8), num_bytes, timeline)
 
-    def _look(self, requests: dict[str, RolloutRequest]) -> list[tuple[RolloutRequest, _Reported, int]]:
+    def _look(
+        self, requests: dict[str, RolloutRequest], sampled: Container[str]
+    ) -> list[tuple[RolloutRequest, _Reported, int]]:
         """Rollouts with tokens to report, each with its last report and its growth in tokens since the last look."""
         for request_id in self._reported.keys() - requests.keys():
             del self._reported[request_id]
@@ -146,7 +156,7 @@ class ProgressReporter:
             num_tokens = self._engine.num_sampled(request_id)
             growth = max(0, num_tokens - reported.num_seen)
             reported.num_seen = max(num_tokens, reported.num_seen)
-            if num_tokens > reported.num_counted or reported.at_s == AT_ONCE:
+            if num_tokens > reported.num_counted or reported.at_s == AT_ONCE or request_id in sampled:
                 grown.append((request, reported, growth))
         return grown
 
@@ -252,8 +262,10 @@ class Link:
 class Sampling:
     """Rollouts that are being sampled or judged, each a task."""
 
-    def __init__(self, config: Config, engine: GenerationEngine, tasks: asyncio.TaskGroup) -> None:
-        """tasks: the group in which rollouts run; it fails with the engine."""
+    def __init__(
+        self, config: Config, engine: GenerationEngine, tasks: asyncio.TaskGroup, rendezvous: Path = Path()
+    ) -> None:
+        """tasks: the group in which rollouts run; it fails with the engine.  rendezvous: addresses of services."""
         self._config, self._engine, self._group = config, engine, tasks
         self._tokenizer = PromptTokenizer.of(config.model)
         self._now = asyncio.get_running_loop().time
@@ -267,6 +279,8 @@ class Sampling:
         self._dialogues: dict[str, Dialogue] = {}  # by request id, of rollouts with several turns
         self._template: DialogueTemplate | None = None
         self.agents = Agents(config, self._tokenizer)  # for the dialogues that agents begin
+        self.teachers = Teachers(config, rendezvous)
+        self._sampled: set[str] = set()  # request ids of rollouts that wait for a verdict or a teacher
         self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
         self.outbox = Outbox()
         self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now)
@@ -363,16 +377,20 @@ class Sampling:
             del self._tasks[request_id], self._requests[request_id]
             self._recalled.pop(request_id, None)
             self._dialogues.pop(request_id, None)
+            self._sampled.discard(request_id)
 
     async def cancel(self, group_id: int) -> None:
-        """Stop sampling a group that the controller has dropped."""
+        """Stop sampling a group that the controller has dropped, and asking about it."""
         for request_id in [request_id for request_id in self._tasks if request_id.startswith(f"{group_id}:")]:
-            await self._abort(request_id)
+            if request_id in self._sampled:
+                self._tasks[request_id].cancel()
+            else:
+                await self._abort(request_id)
 
     def report(self) -> LeaseProgress | None:
         """Tokens sampled since the last report, if one is due."""
         requests = (self._as_it_is(request) for request in self._requests.values())
-        return self.progress.report(requests, self.timeline)
+        return self.progress.report(requests, self.timeline, self._sampled)
 
     def _as_it_is(self, request: RolloutRequest) -> RolloutRequest:
         dialogue = self._dialogues.get(request.request_id)
@@ -391,13 +409,31 @@ class Sampling:
             if self._is_leaving or request.request_id in self._recalled:
                 await self._return(request, rollout)
             return
-        if scored is None:
-            scored = await self._judge(request.prompt, rollout)
+        self._sampled.add(request.request_id)
+        scored = await self._scored(request.prompt, rollout, scored)
         link = await self._next_link()
         try:
             await self.outbox.deliver(link.leases, request.prompt, scored, self.timeline)
         except ChannelError as error:  # the outbox keeps it and sends it to the next controller
             self._complain(link, error)
+
+    async def _scored(self, prompt: Prompt, rollout: Rollout, judged: ScoredRollout | None) -> ScoredRollout:
+        """Ask for a verdict, unless it was judged, and the teacher at the same time; both are needed."""
+        if not self.teachers.are_asked(prompt):
+            return judged or await self._judge(prompt, rollout)
+        try:
+            async with asyncio.TaskGroup() as both:
+                asking = both.create_task(self.teachers.scores(prompt, rollout))
+                scored = judged or await self._judge(prompt, rollout)
+                if scored.verdict is Verdict.VERIFIER_ERROR:
+                    asking.cancel()
+        except* TeacherFailed as failed:
+            error = failed.exceptions[0]
+            assert isinstance(error, TeacherFailed)
+            scored = ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(error), failure=error.failure)
+        if scored.verdict is Verdict.VERIFIER_ERROR:
+            return scored
+        return replace(scored, teacher=asking.result())
 
     async def _converse(self, request: RolloutRequest, admitted_version: int) -> tuple[Rollout, ScoredRollout | None]:
         """Sample a rollout of several turns; return it and its rewards, None if it was cut off."""
