@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -101,6 +101,7 @@ def _of_batches() -> list[object]:
     ints = np.arange(64, dtype=np.int32)
     floats = ints.astype(np.float32)
     row = PackedMicrobatch(ints, ints, np.array([0, 30, 64], np.int32), ints > 3, floats, floats, ints, floats[:2])
+    taught = replace(row, teacher_logprobs=-floats, teacher_top_ids=ints, teacher_top_logprobs=-floats)
     minibatch = PackedMinibatch(((row, row), (row,)), 120, 8)
     return [
         m.TrainerReady(7, _manifest(), "GPU-0"),
@@ -111,6 +112,7 @@ def _of_batches() -> list[object]:
         m.PublishReport(3, 7, 0.5, ""),
         m.SnapshotTaken(8, 0.25),
         m.BatchRows(4, (minibatch, minibatch)),
+        m.BatchRows(5, (PackedMinibatch(((taught,),), 61, 2),)),
         m.TrainBatch(
             4,
             PackedBatch(7, 7, (), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5, True, 2, True),

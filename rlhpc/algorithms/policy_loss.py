@@ -190,13 +190,17 @@ def loss_figures(
 
 # ---------------------------------------------------------------------------------------------------------- regularised
 #
-# Terms added to any policy loss: KL divergence from a reference policy, and an entropy bonus.
+# Terms added to any policy loss: KL divergence from a reference policy, an entropy bonus, and the KL divergence of a
+# teacher from the policy.
 #
-#     L + Σ_t a_t · (β · v_t · k(x_t) − η · H_t)  x = log π_reference − log π_current of the sampled token
+#     L + Σ_t a_t · (β · v_t · k(x_t) − η · H_t + φ · D_t)    x = log π_reference − log π_current of the sampled token
 #
 # β   algorithm.kl_coefficient        k   algorithm.kl_estimator: k1 = −x, k2 = x² / 2, k3 = eˣ − 1 − x
 # v   1, or with algorithm.kl_importance π_current / π_behaviour, truncated, without gradient
 # η   algorithm.entropy_coefficient   H   entropy of the current policy's distribution for the token
+# φ   algorithm.forward_kl_coefficient
+# D   Σ_k π_teacher(k) · (log π_teacher(k) − log π_current(k)) in the place of the token, over the tokens k that the
+#     teacher finds most likely, algorithm.teacher_top_k of them, whose probabilities are not made to sum to 1
 # a   share                           as in the loss: algorithm.aggregation
 #
 # Estimators: Schulman 2020, "Approximating KL divergence"; k3 in the loss: GRPO (arXiv:2402.03300, eq. 4).  Meaning of
@@ -219,6 +223,7 @@ class Regularised:
     kl_estimator: str
     entropy_coefficient: float
     kl_importance_cap: float | None = None  # of v; None: v is 1
+    forward_kl_coefficient: float = 0.0
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
         """See PolicyLoss; row.entropy counts only with a coefficient.  Without kl_coefficient KL is only measured."""
@@ -239,6 +244,12 @@ class Regularised:
             loss = (loss + self.kl_coefficient * term) * one_if_finite(reference, log_ratio)
         if self.entropy_coefficient:
             loss = (loss - self.entropy_coefficient * (weights * entropy).sum()) * one_if_finite(entropy)
+        if self.forward_kl_coefficient:
+            given = row.teacher_divergence
+            divergences = torch.where(row.loss_mask, weights.new_zeros(()) if given is None else given, 0.0)
+            term = (weights * divergences).sum()
+            loss = (loss + self.forward_kl_coefficient * term) * one_if_finite(divergences)
+            metrics = metrics | {"forward_kl": divergences.detach().sum()}
         return loss, metrics
 
 
@@ -299,7 +310,7 @@ def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss
         loss = AnchoredLoss(make_objective(config), ImportanceWeight.of(config), config.proximal, policy_version)
     else:
         loss = load_own_loss(config.loss, tuple(config.loss_arguments.items()))
-    if not config.kl_coefficient and not config.entropy_coefficient:
+    if not config.kl_coefficient and not config.entropy_coefficient and not config.forward_kl_coefficient:
         return loss
     in_loss = config.kl_coefficient if config.kl_in == "loss" else 0.0
     cap = math.inf if config.importance_cap == "off" else config.importance_cap
@@ -310,6 +321,7 @@ def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss
         kl_estimator=config.kl_estimator,
         entropy_coefficient=config.entropy_coefficient,
         kl_importance_cap=cap if config.kl_importance else None,
+        forward_kl_coefficient=config.forward_kl_coefficient,
     )
 
 

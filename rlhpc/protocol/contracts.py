@@ -459,6 +459,8 @@ class TokenRow:
     weights: Tensor  # float32 [T] share of the token in the loss of the batch; 1 for a mean over tokens
     sequence: Tensor  # int64 [T] 0 … S − 1, non-decreasing
     num_sequences: int
+    # float32 [T] KL of the teacher from the current policy over the teacher's most likely tokens, with a gradient
+    teacher_divergence: Tensor | None = None  # None: there is no teacher, or no sample in the row
 
 
 class PolicyLoss(Protocol):

@@ -29,7 +29,15 @@ from torch import Tensor
 from rlhpc.protocol.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
 from rlhpc.protocol.types import AdapterForm, PackedMicrobatch, TensorSpec
 from rlhpc.training.checkpoint_tensors import ShardedTensorSpec
-from rlhpc.training.logprob import MetricSums, all_but_first, all_ranks_agree, of_row, sums_over_ranks, token_row
+from rlhpc.training.logprob import (
+    FoundTokens,
+    MetricSums,
+    all_but_first,
+    all_ranks_agree,
+    of_row,
+    sums_over_ranks,
+    token_row,
+)
 from rlhpc.training.trainer_state import STATE_KINDS, TrainerCheckpoint, on_all_ranks, read_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------- determinism
@@ -530,7 +538,7 @@ class ReplicatedBackend(StatefulBackend):
         """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
         with self._reference.in_place(of_reference):
             return [
-                self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature)[0]
+                self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature).logprobs
                 for microbatch in microbatches
             ]
 
@@ -549,14 +557,15 @@ class ReplicatedBackend(StatefulBackend):
         is_last_part: bool,
     ) -> None:
         for index, microbatch in enumerate(microbatches):
-            current, entropy, entropy_sum = self._token_logprobs(
+            found = self._token_logprobs(
                 microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
             )
             of_this_row = {name: of_row(rows, index) for name, rows in anchors.items()}
-            loss_sum, metrics = loss(current, token_row(microbatch, entropy, **of_this_row))
+            row = token_row(microbatch, found.entropy, soft=found.soft, **of_this_row)
+            loss_sum, metrics = loss(found.logprobs, row)
             is_last = is_last_part and index == len(microbatches) - 1
-            self._backward(loss_sum, current, sums.divisor, is_last=is_last)
-            sums.metrics.add({**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()})
+            self._backward(loss_sum, found.logprobs, sums.divisor, is_last=is_last)
+            sums.metrics.add({**metrics, "entropy": found.entropy_sum, "loss": loss_sum.detach()})
 
     @abstractmethod
     def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:
@@ -571,5 +580,5 @@ class ReplicatedBackend(StatefulBackend):
         want_entropy: bool = False,
         has_entropy_gradient: bool = False,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies float32 [T], 0 where not wanted, and the latter's sum, without gradient."""
+    ) -> FoundTokens:
+        """Return the model's answer on the wanted tokens of a row."""

@@ -29,7 +29,7 @@ from rlhpc.models.weights import object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
-from rlhpc.training.logprob import VALUE_HEAD, chunked_logprobs, token_values
+from rlhpc.training.logprob import VALUE_HEAD, chunked_logprobs, head_logprobs, token_values
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 
 # --------------------------------------------------------------------------------------------------------- hf attention
@@ -133,7 +133,7 @@ class CausalLM:
     parameters: dict[str, nn.Parameter]
     head_weight: nn.Parameter  # [V, H]; also among `parameters`, under the embedding's name if tied
     trunk: Callable[..., Any]
-    head: Callable[..., tuple[Tensor, Tensor | None]] = chunked_logprobs  # or token_values, for a critic
+    head: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = head_logprobs  # or token_values, for a critic
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan) -> Tensor:
         """Final hidden states [T, H] of one packed row; token_ids and position_ids int64 [T]."""

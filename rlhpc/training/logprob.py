@@ -9,6 +9,7 @@ Memory beyond inputs and results, in float32 numbers, and a few for every token 
     backward, float32   C·V + V·H          (V·H is the gradient itself)
     backward, bfloat16  ¼·C·V + 1½·V·H     (the gradient in both dtypes)
     with the gradient of entropy, backward has ⅛ more of its C·V
+Soft targets, k tokens of a row with weights, add a product of k numbers a token, and in bfloat16 ⅛·C·V to backward.
 On CUDA logits are read by kernels of our own, logit_kernels.py, where Triton works: C·V suffices for everything.
 On CPU a bfloat16 model adds V·H to both: a float32 copy of the head, since only CUDA multiplies into a wider type.
 The cost is one more multiplication by the head in backward: logits are recomputed, chunk by chunk.
@@ -16,8 +17,9 @@ The cost is one more multiplication by the head in backward: logits are recomput
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,20 +106,38 @@ def plain_row(token_ids: Int32) -> PackedMicrobatch:
     )
 
 
-def scattered(
-    logprobs: Tensor, entropy: Tensor | None, places: Tensor, num_tokens: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [T] with these values, [N] each, at `places` and 0 elsewhere; and the sum of entropies, detached."""
-    row = logprobs.new_zeros(num_tokens)
-    if entropy is None:
-        return row.index_copy(0, places, logprobs), row, row.new_zeros(())
-    return row.index_copy(0, places, logprobs), row.index_copy(0, places, entropy), entropy.detach().sum()
+@dataclass(frozen=True, slots=True)
+class FoundTokens:
+    """A model's answer on the wanted tokens of a row, float32 [T] each, 0 elsewhere."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    entropy_sum: Tensor  # without gradient
+    soft: Tensor | None = None  # of the soft targets; None: there are none
+
+    @classmethod
+    def scattered(
+        cls, logprobs: Tensor, entropy: Tensor | None, soft: Tensor | None, places: Tensor, num_tokens: int
+    ) -> FoundTokens:
+        """Put values, [N] each, at `places`."""
+        row = logprobs.new_zeros(num_tokens)
+        found, of_soft = (None if each is None else row.index_copy(0, places, each) for each in (entropy, soft))
+        total = row.new_zeros(()) if entropy is None else entropy.detach().sum()
+        return cls(row.index_copy(0, places, logprobs), row if found is None else found, total, of_soft)
 
 
 def token_row(
-    microbatch: PackedMicrobatch, entropy: Tensor, *, proximal: Tensor | None, reference: Tensor | None = None
+    microbatch: PackedMicrobatch,
+    entropy: Tensor,
+    *,
+    proximal: Tensor | None,
+    reference: Tensor | None = None,
+    soft: Tensor | None = None,
 ) -> TokenRow:
-    """Make the input of a loss, float32 [T] on the device of `entropy`; see TokenRow, and TrainerBackend.step."""
+    """Make the input of a loss, float32 [T] on the device of `entropy`; see TokenRow, and TrainerBackend.step.
+
+    soft: log-probabilities of the soft targets, 0 off the loss mask.
+    """
     device = entropy.device
     loss_mask = on_device(microbatch.loss_mask, device)
     behaviour = on_device(microbatch.behaviour_logprobs, device)
@@ -134,7 +154,19 @@ def token_row(
         weights=on_device(microbatch.loss_weights[sequence], device),
         sequence=on_device(sequence, device),
         num_sequences=len(microbatch.loss_weights),
+        teacher_divergence=None if soft is None else on_device(_negative_entropies(microbatch), device) - soft,
     )
+
+
+def _negative_entropies(microbatch: PackedMicrobatch) -> NDArray[np.float32]:
+    """Σ p · log p over the teacher's most likely tokens, float32 [T], 0 off the loss mask."""
+    assert microbatch.teacher_top_logprobs is not None
+    logprobs = microbatch.teacher_top_logprobs.astype(np.float64)
+    terms = np.where(logprobs > LOWEST_LOGPROB, np.exp(logprobs) * logprobs, 0.0)
+    found = np.zeros(len(microbatch.token_ids), np.float32)
+    if num_tokens := np.count_nonzero(microbatch.loss_mask):
+        found[microbatch.loss_mask] = terms.reshape(num_tokens, -1).sum(1)
+    return found
 
 
 def of_row(rows: Sequence[Tensor] | None, index: int) -> Tensor | None:
@@ -170,13 +202,13 @@ def all_ranks_agree(answer: bool, device: torch.device) -> bool:
 VALUE_HEAD = "score.weight"
 
 
-def token_values(hidden: Tensor, head_weight: Tensor, *_: Tensor, **__: object) -> tuple[Tensor, Tensor]:
-    """Values float32 [N] of hidden [N, H] by head_weight [1, H], in float32, and entropies of 0.
+def token_values(hidden: Tensor, head_weight: Tensor, *_: Tensor, **__: object) -> tuple[Tensor, Tensor, None]:
+    """Values float32 [N] of hidden [N, H] by head_weight [1, H], in float32, entropies of 0, and no soft targets.
 
-    Takes the arguments of chunked_logprobs, and ignores all but the first two.
+    Takes the arguments of head_logprobs, and ignores all but the first two.
     """
     values = (hidden.float() @ head_weight.float().t())[:, 0]
-    return values, torch.zeros_like(values)
+    return values, torch.zeros_like(values), None
 
 
 # -------------------------------------------------------------------------------------------------------------- logprob
@@ -207,7 +239,54 @@ class VocabularyShard:
         return cls(group, first, num_tokens=min(max(vocabulary - first, 0), rows_per_rank))
 
 
-def chunked_logprobs(
+@dataclass(frozen=True, slots=True)
+class SoftTargets:
+    """Tokens of each row with weights: a teacher's most likely ones in a place, and their probabilities."""
+
+    ids: Tensor  # int64 [N, k] different ones in a row; those beyond the vocabulary add nothing
+    weights: Tensor  # float32 [N, k] their sum need not be 1
+
+    @classmethod
+    def of(
+        cls, microbatch: PackedMicrobatch, wanted: NDArray[np.bool_], device: torch.device, *, places: Any = slice(None)
+    ) -> SoftTargets | None:
+        """Return those of the wanted tokens, or of `places` among them; None unless they are the loss tokens."""
+        ids, logprobs = microbatch.teacher_top_ids, microbatch.teacher_top_logprobs
+        if ids is None or logprobs is None or not np.array_equal(wanted, microbatch.loss_mask):
+            return None
+        num_tokens = int(np.count_nonzero(wanted))
+        shape = (num_tokens, len(ids) // num_tokens if num_tokens else 0)
+        return cls(
+            on_device(ids.reshape(shape)[places].astype(np.int64), device),
+            on_device(np.exp(logprobs.reshape(shape)[places], dtype=np.float32), device),
+        )
+
+    def logits_of(self, logits: Tensor, rows: slice, first: int, temperature: float) -> Tensor:
+        """Σ weight · logit / temperature of rows over those whose logits are here [C, V], from token `first` on."""
+        is_here, places = _find(self.ids[rows] - first, logits.shape[1])
+        products = self.weights[rows] * logits.gather(1, places).div(temperature)
+        return products.masked_fill_(~is_here | (self.weights[rows] == 0), 0.0).sum(1)
+
+    def add_to_gradient(
+        self, gradient: Tensor, rows: slice, first: int, targets: Tensor, factors: Tensor, sums: Tensor
+    ) -> Tensor:
+        """Correct a gradient [C, V], float32, whose rows were multiplied by row_factors + factors · sums, in place.
+
+        factors [C] of the soft log-probabilities; sums [C] of all weights; targets [C] count from `first`.
+        """
+        is_here, places = _find(targets[:, None], gradient.shape[1])
+        gradient.scatter_add_(1, places, (is_here * (factors * sums)[:, None]).neg_())
+        is_here, places = _find(self.ids[rows] - first, gradient.shape[1])
+        return gradient.scatter_add_(1, places, is_here * self.weights[rows] * factors[:, None])
+
+
+def chunked_logprobs(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    """Log-probabilities and entropies of head_logprobs."""
+    logprobs, entropy, _ = head_logprobs(hidden, head_weight, targets, **options)
+    return logprobs, entropy
+
+
+def head_logprobs(
     hidden: Tensor,
     head_weight: Tensor,
     targets: Tensor,
@@ -217,23 +296,24 @@ def chunked_logprobs(
     want_entropy: bool = False,
     has_entropy_gradient: bool = False,
     shard: VocabularyShard | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    soft: SoftTargets | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Natural log of softmax(hidden · head_weightᵀ / temperature) at `targets`, and the entropy if wanted.
 
     hidden [N, H] and head_weight [V, H] of one dtype, targets int64 [N] in [0, V).
-    Returns float32 [N] and float32 [N] or None.  The softmax is float32 whatever the dtype; the head's gradient is
-    summed over chunks in float32.  has_entropy_gradient: entropy is differentiable, too.  N = 0 is allowed.  A target
-    outside [0, V) gives nan.
+    Returns float32 [N], float32 [N] or None, and with soft targets Σ_k weight · log-probability, float32 [N], which is
+    differentiable.  The softmax is float32 whatever the dtype; the head's gradient is summed over chunks in float32.
+    has_entropy_gradient: entropy is differentiable, too.  N = 0 is allowed.  A target outside [0, V) gives nan.
 
     With `shard`, all ranks of its group call with the same hidden and targets (tokens of the whole vocabulary), each
     with its own rows of the head.  Results are the same bits on all ranks; forward reduces 5·N numbers (4·N without
-    entropy), backward nothing.  So THE GRADIENT OF HIDDEN IS A PARTIAL SUM, over this rank's tokens: hidden must come
-    out of a function whose backward adds it up over the group.
+    entropy, N more for soft targets), backward nothing.  So THE GRADIENT OF HIDDEN IS A PARTIAL SUM, over this rank's
+    tokens: hidden must come out of a function whose backward adds it up over the group.
     """
-    logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, targets, temperature, chunk_tokens, want_entropy, has_entropy_gradient, shard
+    logprobs, entropy, of_soft = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head_weight, targets, temperature, chunk_tokens, want_entropy, has_entropy_gradient, shard, soft
     )
-    return logprobs, entropy if want_entropy else None
+    return logprobs, entropy if want_entropy else None, None if soft is None else of_soft
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -241,6 +321,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     With logits z, p = softmax(z), and H the entropy over the whole vocabulary, known after forward:
         ∂ log p_target / ∂z_j = [j = target] − p_j            ∂H / ∂z_j = −p_j · (log p_j + H)
+        ∂ Σ_k w_k · log p_k / ∂z_j = w_j − p_j · Σ_k w_k
     """
 
     @staticmethod
@@ -254,32 +335,49 @@ class _ChunkedLogprobs(torch.autograd.Function):
         want_entropy: bool,
         has_entropy_gradient: bool,
         shard: VocabularyShard | None,
-    ) -> tuple[Tensor, Tensor]:
+        soft: SoftTargets | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         head, first = _own_rows(head_weight, shard)
         maximum = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         sums = maximum.new_zeros(WEIGHTED + want_entropy, len(hidden))
+        of_soft = maximum.new_zeros(0 if soft is None else len(hidden))
         for rows in _slices(len(hidden), chunk_tokens):
             # Logits live inside the call: a name for them here would keep them beside the next chunk's.
-            _row_statistics(
-                _operand(hidden[rows]), head, targets[rows] - first, temperature, maximum[rows], sums[:, rows]
+            found = _row_statistics(
+                _operand(hidden[rows]),
+                head,
+                targets[rows] - first,
+                temperature,
+                maximum[rows],
+                sums[:, rows],
+                None if soft is None else partial(soft.logits_of, rows=rows, first=first, temperature=temperature),
             )
+            if found is not None:
+                of_soft[rows] = found
         if shard is not None and len(maximum):
             maximum = _reduce(maximum, sums, shard.group)
+            if soft is not None:
+                dist.all_reduce(of_soft, group=shard.group)
         log_sum = sums[EXP].log()
         log_partition = maximum + log_sum
         logprobs = (sums[TARGET] - log_partition).masked_fill_(sums[HOLDERS] == 0, torch.nan)
         entropy = log_sum - sums[WEIGHTED] / sums[EXP] if want_entropy else logprobs.new_empty(0)
+        if soft is not None:
+            of_soft -= soft.weights.sum(1) * log_partition
         ctx.save_for_backward(hidden, head_weight, targets, log_partition, entropy if has_entropy_gradient else None)
-        ctx.temperature, ctx.chunk_tokens, ctx.shard = temperature, chunk_tokens, shard
-        if not has_entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.temperature, ctx.chunk_tokens, ctx.shard, ctx.soft = temperature, chunk_tokens, shard, soft
+        constant = [] if has_entropy_gradient else [entropy]
+        ctx.mark_non_differentiable(*constant, *([of_soft] if soft is None else []))
+        return logprobs, entropy, of_soft
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head_weight, targets, log_partition, entropy = ctx.saved_tensors
         head, first = _own_rows(head_weight, ctx.shard)
-        row_factors = gradients[0] / ctx.temperature
+        row_factors, soft = gradients[0] / ctx.temperature, ctx.soft
+        if soft is not None:
+            soft_factors, soft_sums = gradients[2] / ctx.temperature, soft.weights.sum(1)
+            row_factors = row_factors + soft_factors * soft_sums
         entropy_factors = None if entropy is None else gradients[1] / ctx.temperature
         hidden_gradient = torch.empty_like(hidden)
         # A frozen head has no gradient, nor memory for one.
@@ -298,14 +396,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     log_partition[rows],
                     row_factors[rows],
                     None if entropy_factors is None else (entropy[rows], entropy_factors[rows]),
-                )
+                    None if soft is None else partial(
+                        soft.add_to_gradient, rows=rows, first=first + tokens.start,
+                        factors=soft_factors[rows], sums=soft_sums[rows],
+                    ),
+                )  # fmt: skip
                 _add_product(partial_sum, logit_gradient, head[tokens])
                 if head_gradient is not None:
                     _add_product(head_gradient[tokens], logit_gradient.t(), states)
                 del logit_gradient  # before the next block's is made
             hidden_gradient[rows] = partial_sum
         of_head = None if head_gradient is None else head_gradient.to(head_weight.dtype)
-        return hidden_gradient, of_head, *[None] * 6
+        return hidden_gradient, of_head, *[None] * 7
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
@@ -340,33 +442,41 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _row_statistics(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, maximum: Tensor, sums: Tensor
-) -> None:
-    """Write the maximum m [C] and the sums [3 or 4, C] of a chunk.
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    maximum: Tensor,
+    sums: Tensor,
+    of_soft: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor | None:
+    """Write the maximum m [C] and the sums [3 or 4, C] of a chunk; return what of_soft makes of its logits.
 
     EXP: Σ exp(z − m); TARGET: the target's logit, or 0; HOLDERS: whether it is here; WEIGHTED: Σ (z − m)·exp(z − m).
     `targets` count from the first row of `head`.
     """
     if not len(head):
         maximum.fill_(LOWEST)
-        return
+        return None
     logits = _product(hidden, head.t())
+    found = None if of_soft is None else of_soft(logits)
     if (kernels := kernels_for("logit_kernels", logits)) is not None:
         want_entropy = len(sums) > WEIGHTED
         maximum[:], sums[:] = kernels.logit_statistics(logits, targets, temperature, want_entropy=want_entropy)
-        return
+        return found
     logits.div_(temperature)
-    is_here, places = _find(targets, len(head))
-    sums[TARGET] = logits.gather(1, places)[:, 0].masked_fill_(~is_here, 0.0)
-    sums[HOLDERS] = is_here
+    is_here, places = _find(targets[:, None], len(head))
+    sums[TARGET] = logits.gather(1, places).masked_fill_(~is_here, 0.0)[:, 0]
+    sums[HOLDERS] = is_here[:, 0]
     # The bound is for a shard on which a row has nothing but −inf: −inf − −inf would be nan.
     torch.clamp(logits.amax(1), min=LOWEST, out=maximum)
     shifted = logits.sub_(maximum[:, None])
     if len(sums) == WEIGHTED:
         sums[EXP] = shifted.exp_().sum(1)
-        return
+        return found
     for block in _slices(len(shifted), -(-len(shifted) // NUM_BLOCKS)):
         sums[EXP, block], sums[WEIGHTED, block] = _exponential_sums(shifted[block])
+    return found
 
 
 def _exponential_sums(shifted: Tensor) -> tuple[Tensor, Tensor]:
@@ -378,8 +488,8 @@ def _exponential_sums(shifted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _find(targets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Mask of targets that are rows of the head, bool [C], and the row of each, [C, 1]; for others any row."""
-    return (targets >= 0) & (targets < num_rows), targets.clamp(0, num_rows - 1)[:, None]
+    """Mask of targets that are rows of the head, bool [C, n], and the row of each, [C, n]; for others any row."""
+    return (targets >= 0) & (targets < num_rows), targets.clamp(0, num_rows - 1)
 
 
 def _reduce(maximum: Tensor, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -404,26 +514,32 @@ def _logit_gradient(
     log_partition: Tensor,
     row_factors: Tensor,
     entropy: tuple[Tensor, Tensor] | None = None,
+    add_soft: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Gradient of the logits over the rows of `head`, [C, V] in the dtype of the operands.
 
     (onehot − softmax) · row_factors.  entropy: (entropies, factors), [C] each; adds factor · gradient of the entropy.
+    add_soft: SoftTargets.add_to_gradient, before anything is rounded.
     """
     logits = _product(hidden, head.t())
     if len(head) and (kernels := kernels_for("logit_kernels", logits)) is not None:
+        dtype = hidden.dtype if add_soft is None else torch.float32
         gradient: Tensor = kernels.logit_gradient(
-            logits, targets, temperature, log_partition, row_factors, hidden.dtype, entropy
+            logits, targets, temperature, log_partition, row_factors, dtype, entropy
         )
-        return gradient
-    is_here, places = _find(targets, len(head))
-    logits.div_(temperature).sub_(log_partition[:, None])
-    if entropy is None:
-        gradient = logits.exp_().neg_()
-        gradient.scatter_add_(1, places, is_here[:, None].float())
-        return gradient.mul_(row_factors[:, None]).to(hidden.dtype)
-    for rows in _slices(len(logits), -(-len(logits) // NUM_BLOCKS)):
-        _subtract_both(logits[rows], row_factors[rows], entropy[0][rows], entropy[1][rows])
-    return logits.scatter_add_(1, places, (is_here * row_factors)[:, None]).to(hidden.dtype)
+    else:
+        is_here, places = _find(targets[:, None], len(head))
+        logits.div_(temperature).sub_(log_partition[:, None])
+        if entropy is None:
+            gradient = logits.exp_().neg_()
+            gradient.scatter_add_(1, places, is_here.float()).mul_(row_factors[:, None])
+        else:
+            for rows in _slices(len(logits), -(-len(logits) // NUM_BLOCKS)):
+                _subtract_both(logits[rows], row_factors[rows], entropy[0][rows], entropy[1][rows])
+            gradient = logits.scatter_add_(1, places, is_here * row_factors[:, None])
+    if add_soft is not None and len(head):
+        add_soft(gradient, targets=targets)
+    return gradient.to(hidden.dtype)
 
 
 def _subtract_both(log_probabilities: Tensor, row_factors: Tensor, entropy: Tensor, entropy_factors: Tensor) -> None:

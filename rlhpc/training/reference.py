@@ -23,7 +23,7 @@ from rlhpc.training.backends import HeldParameters, OptimizerBackend, Replicated
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import Shard
 from rlhpc.training.hf_model import CausalLM, cast_parameters, named_on_disk, on_disk, sharded_on_disk
-from rlhpc.training.logprob import MetricSums, on_device, scattered
+from rlhpc.training.logprob import FoundTokens, MetricSums, SoftTargets, on_device
 from rlhpc.training.lora import AdapterReference, Lora, load_policy
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
@@ -127,15 +127,15 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
         want_entropy: bool = False,
         has_entropy_gradient: bool = False,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies float32 [T], 0 where not wanted, and the latter's sum, without gradient.
+    ) -> FoundTokens:
+        """See ReplicatedBackend.
 
         Only wanted tokens pass through the head, which costs as much as many layers if the vocabulary is large.
         """
         positions = np.flatnonzero(wanted)
         if not len(positions):
             nothing = torch.zeros(len(microbatch.token_ids), device=self._device)
-            return nothing, nothing, nothing.sum()
+            return FoundTokens(nothing, nothing, nothing.sum())
         token_ids = on_device(microbatch.token_ids.astype(np.int64), self._device)
         hidden = self._model.hidden_states(
             token_ids,
@@ -143,7 +143,7 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
             SegmentPlan.of(microbatch.cu_seqlens, self._device),
         )
         tokens = on_device(positions, self._device)
-        logprobs, entropy = self._model.head(
+        logprobs, entropy, soft = self._model.head(
             hidden.index_select(0, tokens - 1),  # the state before a token predicts it
             self._model.head_weight,
             token_ids.index_select(0, tokens),
@@ -151,8 +151,9 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
             chunk_tokens=self._settings.chunk_tokens,
             want_entropy=want_entropy,
             has_entropy_gradient=has_entropy_gradient,
+            soft=SoftTargets.of(microbatch, wanted, self._device),
         )
-        return scattered(logprobs, entropy, tokens, len(microbatch.token_ids))
+        return FoundTokens.scattered(logprobs, entropy, soft, tokens, len(microbatch.token_ids))
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""

@@ -38,7 +38,7 @@ from rlhpc.training.deepspeed.engine import (
     own_frozen,
 )
 from rlhpc.training.hf_model import CausalLM, cast_parameters, named_on_disk, on_disk
-from rlhpc.training.logprob import all_ranks_agree, on_device, scattered
+from rlhpc.training.logprob import FoundTokens, SoftTargets, all_ranks_agree, on_device
 from rlhpc.training.lora import AdapterReference, Lora, load_policy
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
@@ -179,13 +179,13 @@ class DeepSpeedBackend(ReplicatedBackend):
         want_entropy: bool = False,
         has_entropy_gradient: bool = False,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies float32 [T], 0 where not wanted, and the latter's sum, without gradient.
+    ) -> FoundTokens:
+        """See ReplicatedBackend.
 
         A row without wanted tokens also passes through the model: other ranks wait for this one in every layer.
         """
         tokens = on_device(np.flatnonzero(wanted), self._device)
-        logprobs, entropy = self._engine(
+        found, entropy = self._engine(
             token_ids=on_device(microbatch.token_ids.astype(np.int64), self._device),
             position_ids=on_device(microbatch.position_ids.astype(np.int64), self._device),
             segments=SegmentPlan.of(microbatch.cu_seqlens, self._device),
@@ -193,8 +193,10 @@ class DeepSpeedBackend(ReplicatedBackend):
             want_entropy=want_entropy,
             has_entropy_gradient=has_entropy_gradient,
             temperature=temperature,
+            soft=SoftTargets.of(microbatch, wanted, self._device),
         )
-        return scattered(logprobs, entropy, tokens, len(microbatch.token_ids))
+        logprobs, soft = (found, None) if found.dim() == 1 else found
+        return FoundTokens.scattered(logprobs, entropy, soft, tokens, len(microbatch.token_ids))
 
     # ------------------------------------------------------------------------------------------- weights and state
 

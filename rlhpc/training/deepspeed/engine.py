@@ -40,6 +40,7 @@ from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
 from rlhpc.training.hf_model import CausalLM, sharded_on_disk
+from rlhpc.training.logprob import SoftTargets
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.trainer_state import STATE_KINDS
 
@@ -86,11 +87,12 @@ class ZeroPolicy(nn.Module):
         want_entropy: bool,
         has_entropy_gradient: bool = False,
         temperature: float | None = None,
+        soft: SoftTargets | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the tokens at the places `tokens` [N], and their entropies if wanted, float32 [N].
 
-        temperature: None for that of the run.
-
+        temperature: None for that of the run.  With soft targets [2, N] and [N]: theirs are the second row, since stage
+        3 waits for the gradient of every tensor that is returned, also of one that the loss has no use for.
         token_ids, position_ids and tokens int64; tokens may be empty, but never holds the first place of a row.
         """
         # use_cache: with a cache, HF believes that the row is one sequence.
@@ -100,7 +102,7 @@ class ZeroPolicy(nn.Module):
         # The state before a token predicts it; only wanted tokens pass through the head.
         before = output.last_hidden_state[0].index_select(0, tokens - 1)
         targets = token_ids.index_select(0, tokens)
-        logprobs, entropy = self.head(before, targets, want_entropy, has_entropy_gradient, temperature)
+        logprobs, entropy = self.head(before, targets, want_entropy, has_entropy_gradient, temperature, soft)
         return logprobs, entropy
 
 
@@ -113,9 +115,15 @@ class _Head(nn.Module):
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, has_entropy_gradient: bool, temperature: float | None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        want_entropy: bool,
+        has_entropy_gradient: bool,
+        temperature: float | None,
+        soft: SoftTargets | None,
     ) -> tuple[Tensor, Tensor | None]:
-        result: tuple[Tensor, Tensor | None] = self._function(
+        logprobs, entropy, of_soft = self._function(
             hidden,
             self.weight,
             targets,
@@ -123,8 +131,9 @@ class _Head(nn.Module):
             chunk_tokens=self._chunk_tokens,
             want_entropy=want_entropy,
             has_entropy_gradient=has_entropy_gradient,
+            soft=soft,
         )
-        return result
+        return logprobs if of_soft is None else torch.stack([logprobs, of_soft]), entropy
 
 
 # ---------------------------------------------------------------------------------------------------------------- state

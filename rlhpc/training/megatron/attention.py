@@ -28,7 +28,7 @@ from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import ParallelLayout
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import PackedMicrobatch
-from rlhpc.training.logprob import on_device
+from rlhpc.training.logprob import SoftTargets, on_device
 from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, packed_attention, varlen_causal
 
 # ------------------------------------------------------------------------------------------------------------- row plan
@@ -149,6 +149,7 @@ class LocalRow:
     targets: Tensor  # int64 [W] the tokens whose log-probabilities are wanted and predicted here
     predictors: Tensor  # int64 [W] indices into the L tokens: the tokens right before the targets
     packed: RowPlan  # segment borders, for attention
+    soft: SoftTargets | None = None  # of the W targets; None: there is no teacher, or more than loss tokens are wanted
 
     @classmethod
     def of(
@@ -170,12 +171,15 @@ class LocalRow:
         tokens = held_tokens(len(token_ids), layout.context, context_rank)
         is_predictor = np.pad(wanted[1:], (0, padding + 1))[tokens]
         predictors = np.flatnonzero(is_predictor)
+        targets = tokens[predictors] + 1
+        order = np.cumsum(wanted)[targets] - 1  # of each among the wanted tokens of the whole row
         return cls(
             token_ids=on_device(token_ids[tokens], device),
             position_ids=on_device(position_ids[tokens], device),
-            targets=on_device(token_ids[tokens[predictors] + 1], device),
+            targets=on_device(token_ids[targets], device),
             predictors=on_device(predictors, device),
             packed=RowPlan.of(borders, layout.context, context_rank, device),
+            soft=SoftTargets.of(microbatch, wanted, device, places=order),
         )
 
 

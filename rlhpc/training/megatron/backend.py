@@ -99,9 +99,9 @@ def close_groups() -> None:
 # that only fill up the schedule are not shown to the caller.
 
 
-# (index of the micro-batch, log-probabilities and entropies float32 [T] with 0 where not wanted)
-# → the loss to differentiate, a scalar
-LossCallback = Callable[[int, Tensor, Tensor], Tensor]
+# (index of the micro-batch, log-probabilities, entropies, and those of soft targets if there are any, float32 [T] with
+# 0 where not wanted) → the loss to differentiate, a scalar
+LossCallback = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,19 +199,19 @@ class Schedule:
         has_entropy_gradient: bool,
         loss_callback: LossCallback,
         index: int,
-        output: tuple[Tensor, Tensor],
+        output: Tensor,
     ) -> tuple[Tensor, Tensor, None]:
         """Loss, number of tokens (not used: the caller has divided already), nothing to report."""
-        logprobs, entropy = output
+        logprobs, entropy, *soft = output
         no_tokens = torch.zeros((), dtype=torch.int, device=self._device)
         if index >= len(work):
             return logprobs.sum() * 0.0, no_tokens, None
         num_tokens = len(work[index].wanted)
-        row, entropies = (
+        row, *others = (
             whole_row(part, self._layout, self._context_rank, self._context_group, num_tokens)
-            for part in (logprobs, entropy if has_entropy_gradient else entropy.detach())
+            for part in (logprobs, entropy if has_entropy_gradient else entropy.detach(), *soft)
         )
-        loss = loss_callback(index, row, entropies)
+        loss = loss_callback(index, row, *others)
         # Earlier stages wait for a gradient, even of a loss that does not depend on the model.
         return loss if loss.requires_grad or not row.requires_grad else loss + row.sum() * 0.0, no_tokens, None
 
@@ -345,7 +345,7 @@ class MegatronBackend(OptimizerBackend):
         """See TrainerBackend; one forward pass per micro-batch, whole rows on every rank of the replica."""
         rows = [torch.zeros(len(microbatch.token_ids), device=self._device) for microbatch in microbatches]
 
-        def keep(index: int, row: Tensor, entropies: Tensor) -> Tensor:
+        def keep(index: int, row: Tensor, entropies: Tensor, *_: Tensor) -> Tensor:
             rows[index].copy_(row)
             return entropies.sum()
 
@@ -374,9 +374,9 @@ class MegatronBackend(OptimizerBackend):
         has_entropy_gradient: bool,
         is_last_part: bool,
     ) -> None:
-        def loss_callback(index: int, current: Tensor, entropies: Tensor) -> Tensor:
+        def loss_callback(index: int, current: Tensor, entropies: Tensor, soft: Tensor | None = None) -> Tensor:
             of_this_row = {name: of_row(rows, index) for name, rows in anchors.items()}
-            loss_sum, metrics = loss(current, token_row(microbatches[index], entropies, **of_this_row))
+            loss_sum, metrics = loss(current, token_row(microbatches[index], entropies, soft=soft, **of_this_row))
             sums.metrics.add({**metrics, "entropy": entropies.detach().sum(), "loss": loss_sum.detach()})
             return loss_sum / sums.divisor
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import ParallelLayout
 from rlhpc.training.layer_functions import rotation_of
-from rlhpc.training.logprob import VocabularyShard, chunked_logprobs, token_values
+from rlhpc.training.logprob import VocabularyShard, head_logprobs, token_values
 from rlhpc.training.megatron.attention import LocalRow, core_attention
 from rlhpc.training.megatron.hf_layout import has_value_head
 from rlhpc.training.megatron.model_config import (
@@ -99,6 +99,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     def forward(self, row: LocalRow, request: HeadRequest) -> Tensor:
         """Return float32 [2, L], log-probabilities and entropies, on the last stage; elsewhere hidden states.
 
+        With soft targets [3, L]: their log-probabilities last.
+
         The entry of the token before a wanted one is the wanted one's log-probability, and the entropy of its
         distribution if that is wanted; all others are 0.  The same on all ranks of the tensor group.
         """
@@ -138,13 +140,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         row, request = labels.row, labels.request
         hidden = self._on_every_tensor_rank(hidden_states)[:, 0]
         if self._is_critic:
-            values, none = token_values(hidden.index_select(0, row.predictors), self.output_layer.weight)
+            values, none = token_values(hidden.index_select(0, row.predictors), self.output_layer.weight)[:2]
             return self._at(row, torch.stack([values, none]))
         weight: Tensor = self.head_weight
         if (adapter := getattr(self.output_layer, "adapter", None)) is not None:
             hidden, weight = adapter.widened(hidden_states, hidden, weight)
         # Runs even if nothing is wanted: backward must reach the collectives that other ranks wait in.
-        logprobs, entropy = chunked_logprobs(
+        logprobs, entropy, soft = head_logprobs(
             hidden.index_select(0, row.predictors),
             weight,
             row.targets,
@@ -153,14 +155,15 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             want_entropy=request.want_entropy,
             has_entropy_gradient=request.has_entropy_gradient,
             shard=self._shard(),
+            soft=row.soft,
         )
-        wanted = torch.stack([logprobs, torch.zeros_like(logprobs) if entropy is None else entropy])
-        return self._at(row, wanted)
+        found = [logprobs, torch.zeros_like(logprobs) if entropy is None else entropy]
+        return self._at(row, torch.stack(found if soft is None else [*found, soft]))
 
     @staticmethod
     def _at(row: LocalRow, wanted: Tensor) -> Tensor:
-        """[2, W] → [2, L], 0 elsewhere.  One tensor, because Megatron reads its device in a mixture of experts."""
-        return wanted.new_zeros(2, len(row.token_ids)).index_copy(1, row.predictors, wanted)
+        """[n, W] → [n, L], 0 elsewhere.  One tensor, because Megatron reads its device in a mixture of experts."""
+        return wanted.new_zeros(len(wanted), len(row.token_ids)).index_copy(1, row.predictors, wanted)
 
     @property
     def head_weight(self) -> nn.Parameter:

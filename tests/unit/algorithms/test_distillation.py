@@ -158,3 +158,25 @@ def test_the_expected_gradient_of_distillation_alone_is_that_of_the_reverse_dive
         value, _ = make_policy_loss(algorithm, 0)(current, row)
         (gradient,) = torch.autograd.grad(value, logits, retain_graph=True)
         torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-9)
+
+
+FORWARD = AlgorithmConfig(loss="reinforce", forward_kl_coefficient=0.5)
+
+
+def test_a_teacher_s_divergence_is_added_to_the_loss_with_the_share_of_its_token() -> None:
+    current = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    mask, shares = torch.tensor([True, False, True]), torch.tensor([2.0, 1.0, 0.5])
+    given = torch.tensor([0.25, torch.nan, 1.0])
+    row = token_row(current.detach(), loss_mask=mask, weights=shares, advantages=torch.zeros(3))
+    value, metrics = make_policy_loss(FORWARD, 0)(current, replace(row, teacher_divergence=given))
+    assert float(value) == pytest.approx(0.5 * (2.0 * 0.25 + 0.5 * 1.0))
+    assert float(metrics["forward_kl"]) == 1.25
+    broken = replace(row, teacher_divergence=torch.tensor([torch.nan, 0.0, 0.0]))
+    assert make_policy_loss(FORWARD, 0)(current, broken)[0].isnan()
+
+
+def test_a_row_without_samples_counts_for_nothing_and_has_the_same_metrics() -> None:
+    current = torch.zeros(1, requires_grad=True)
+    idle = token_row(torch.zeros(1), loss_mask=torch.zeros(1, dtype=torch.bool))
+    value, metrics = make_policy_loss(FORWARD, 0)(current, idle)
+    assert (float(value), float(metrics["forward_kl"])) == (0.0, 0.0)

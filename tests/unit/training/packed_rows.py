@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ def pack_row(samples: Sequence[TrainingSample]) -> PackedMicrobatch:
         advantages=np.concatenate([s.advantages for s in samples]),
         versions=np.concatenate([s.versions for s in samples]),
         loss_weights=np.array([s.loss_weight for s in samples], np.float32),
+        **{
+            name: np.concatenate([getattr(s, name) for s in samples])
+            for name in ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+            if getattr(samples[0], name) is not None
+        },
+    )
+
+
+def with_top_tokens(sample: TrainingSample, k: int, vocabulary: int) -> TrainingSample:
+    """A sample with k tokens that a teacher finds likely in the place of each loss token; their sum is below 1."""
+    rng = np.random.default_rng(len(sample.token_ids))
+    num_tokens = int(sample.loss_mask.sum())
+    ids = np.stack([rng.permutation(vocabulary)[:k] for _ in range(num_tokens)])
+    shares = rng.dirichlet(np.ones(k + 1), num_tokens)[:, :k]
+    return replace(
+        sample,
+        teacher_top_ids=ids.astype(np.int32).ravel(),
+        teacher_top_logprobs=np.log(-np.sort(-shares, axis=1)).astype(np.float32).ravel(),
     )
 
 

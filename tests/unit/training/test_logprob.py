@@ -18,7 +18,14 @@ from rlhpc.algorithms.objectives import ValueLoss
 from rlhpc.protocol.errors import CheckpointError
 from rlhpc.training import logprob
 from rlhpc.training.factory import open_backend
-from rlhpc.training.logprob import VALUE_HEAD, VocabularyShard, chunked_logprobs, token_row
+from rlhpc.training.logprob import (
+    VALUE_HEAD,
+    SoftTargets,
+    VocabularyShard,
+    chunked_logprobs,
+    head_logprobs,
+    token_row,
+)
 from rlhpc.training.ranks import RankContext
 from rlhpc.training.triton_kernels import compiled_kernels
 from tests.tiny_models import make_tiny_checkpoint
@@ -78,6 +85,70 @@ def test_the_gradient_of_entropy_is_that_of_full_logits_in_float64(vocabulary, c
     gradients = torch.autograd.grad(found @ of_logprobs + found_entropy @ of_entropy, leaves)
     for gradient, want in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient.double(), want, atol=1e-6, rtol=1e-6)
+
+
+def draw_soft(vocabulary: int, k: int, tokens: int = TOKENS) -> SoftTargets:
+    """A teacher's k most likely tokens; in the first row it is sure of one, and in the second none is likely."""
+    generator = torch.Generator().manual_seed(7)
+    teacher = (3 * torch.randn(tokens, vocabulary, generator=generator)).softmax(1)
+    weights, ids = teacher.topk(k, dim=1)
+    weights[:1] = torch.arange(k) == 0
+    weights[1:2] = 0.0
+    return SoftTargets(ids, weights)
+
+
+@pytest.mark.parametrize(("vocabulary", "k"), [(1, 1), (101, 1), (101, 16), (1001, 5), (17, 17)])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1024])
+@pytest.mark.parametrize(("has_entropy_gradient", "temperature"), [(False, 1.0), (True, 0.6)])
+def test_soft_targets_and_their_gradient_are_those_of_full_logits_in_float64(
+    vocabulary, k, chunk_tokens, has_entropy_gradient, temperature
+):
+    hidden, head, targets = draw(vocabulary)
+    hidden, head, soft = hidden.detach() / 4, head.detach() / 4, draw_soft(vocabulary, k)
+    factors = [torch.linspace(*ends, TOKENS) for ends in ((-1, 1), (1, -0.5), (0.3, 0.9))]
+    wide = [tensor.double().requires_grad_() for tensor in (hidden, head)]
+    log_softmax = ((wide[0] @ wide[1].t()) / temperature).log_softmax(-1)
+    wanted = [
+        log_softmax.gather(1, targets[:, None])[:, 0],
+        -(log_softmax.exp() * log_softmax).sum(1),
+        (soft.weights.double() * log_softmax.gather(1, soft.ids)).sum(1),
+    ]
+    used = [0, 1, 2] if has_entropy_gradient else [0, 2]
+    expected = torch.autograd.grad(sum(wanted[i] @ factors[i].double() for i in used), wide)
+    leaves = [tensor.requires_grad_() for tensor in (hidden, head)]
+    found = head_logprobs(
+        *leaves, targets, temperature=temperature, chunk_tokens=chunk_tokens, want_entropy=True,
+        has_entropy_gradient=has_entropy_gradient, soft=soft,
+    )  # fmt: skip
+    for value, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(value.double(), want, atol=1e-6, rtol=1e-6)
+    gradients = torch.autograd.grad(sum(found[i] @ factors[i] for i in used), leaves)
+    for gradient, want in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient.double(), want, atol=1e-6, rtol=1e-6)
+
+
+def test_soft_targets_of_a_bfloat16_model_are_rounded_once():
+    hidden, head, targets = draw(101, torch.bfloat16)
+    leaves = [t.detach().float().requires_grad_() for t in (hidden, head)]
+    for pair in ((hidden, head), leaves):
+        found = head_logprobs(*pair, targets, temperature=0.9, chunk_tokens=16, soft=draw_soft(101, 8))
+        (found[0].sum() + 3 * found[2].sum()).backward()
+    for gradient, wanted in (hidden.grad, leaves[0].grad), (head.grad, leaves[1].grad):
+        torch.testing.assert_close(gradient.float(), wanted, atol=1e-5, rtol=2**-8)
+
+
+def test_a_soft_target_beyond_the_vocabulary_adds_nothing():
+    hidden, head, targets = draw(20)
+    soft = draw_soft(20, 3)
+    wider = SoftTargets(
+        torch.cat([soft.ids, torch.full((TOKENS, 1), 20)], 1), torch.cat([soft.weights, soft.weights[:, :1] * 0], 1)
+    )
+    results = [
+        head_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=8, soft=each) for each in (soft, wider)
+    ]
+    torch.testing.assert_close(results[0][2], results[1][2], atol=0, rtol=0)
+    none = head_logprobs(hidden[:0], head, targets[:0], temperature=1.0, chunk_tokens=8, soft=draw_soft(20, 3, 0))
+    assert none[2].shape == (0,)
 
 
 def test_the_gradient_of_entropy_of_a_bfloat16_model_is_rounded_once():
@@ -222,6 +293,13 @@ class Case:
         targets[: len(fitting)] = torch.tensor(fitting, dtype=torch.int64)
         return hidden.to(self.dtype).requires_grad_(), head.to(self.dtype), targets
 
+    def soft(self) -> SoftTargets:
+        """Three legal tokens for each row, or as many as there are, from all shards."""
+        generator = torch.Generator().manual_seed(1)
+        legal = torch.tensor([token for token in range(self.vocabulary) if token not in self.ruled_out])
+        places = torch.rand(self.tokens, len(legal), generator=generator).topk(min(3, len(legal)), dim=1).indices
+        return SoftTargets(legal[places], torch.rand(places.shape, generator=generator) / 3)
+
     def rows_per_rank(self, num_ranks: int) -> int:
         return max(2, -(-self.vocabulary // num_ranks))
 
@@ -244,20 +322,22 @@ CASES = {
 
 
 def measure(case: Case, head: Tensor, shard: VocabularyShard | None) -> list[Tensor]:
-    """Log-probabilities, entropy, the gradients of hidden states and head, and the same two of the entropy."""
+    """Log-probabilities, entropy, gradients of hidden states and head of both; the same three of soft targets."""
     hidden, _, targets = case.draw()
     head.requires_grad_()
-    logprobs, entropy = chunked_logprobs(
+    logprobs, entropy, soft = head_logprobs(
         hidden, head, targets, temperature=case.temperature, chunk_tokens=CHUNK, want_entropy=True,
-        has_entropy_gradient=True, shard=shard,
+        has_entropy_gradient=True, shard=shard, soft=case.soft(),
     )  # fmt: skip
+    assert entropy is not None
+    assert soft is not None
     factors = torch.linspace(-1, 1, case.tokens)
     gradients = [
         gradient
-        for values in (logprobs, entropy)
+        for values in (logprobs, entropy, soft)
         for gradient in torch.autograd.grad(values @ factors, (hidden, head), retain_graph=True)
     ]
-    return [logprobs.detach(), entropy.detach(), *gradients]
+    return [logprobs.detach(), entropy.detach(), *gradients[:4], soft.detach(), *gradients[4:]]
 
 
 def measure_shards(rank: int, num_ranks: int) -> dict[str, list[Tensor]]:
@@ -267,7 +347,7 @@ def measure_shards(rank: int, num_ranks: int) -> dict[str, list[Tensor]]:
         shard = VocabularyShard.of(distributed.group.WORLD, case.rows_per_rank(num_ranks), case.vocabulary)
         found[name] = measure(case, case.shard(head, rank, num_ranks), shard)
         if case.tokens:
-            for gradient in (found[name][2], found[name][4]):
+            for gradient in (found[name][place] for place in (2, 4, 7)):
                 distributed.all_reduce(gradient)  # that of hidden is a partial sum
     return found
 
@@ -290,11 +370,12 @@ def test_shards_of_the_vocabulary_together_give_what_the_whole_gives(name, by_ra
     _, head, _ = case.draw()
     expected = measure(case, head, None)
     found = list(by_rank[0][name])
-    for place in (3, 5):
+    for place in (3, 5, 8):
         gradient = torch.cat([of_rank[name][place] for of_rank in by_rank])
         assert not gradient[case.vocabulary :].any()  # padding
         found[place] = gradient[: case.vocabulary]
-    tolerances = [1e-6, 1e-6, *([2e-6, 2e-6] if case.dtype == torch.float32 else [2e-2, 1e-2]) * 2]
+    of_gradients = [2e-6, 2e-6] if case.dtype == torch.float32 else [2e-2, 1e-2]
+    tolerances = [1e-6, 1e-6, *of_gradients * 2, 1e-6, *of_gradients]
     for here, there, tolerance in zip(found, expected, tolerances, strict=True):
         torch.testing.assert_close(here, there, atol=tolerance, rtol=tolerance, equal_nan=True)
 
@@ -303,14 +384,14 @@ def test_shards_of_the_vocabulary_together_give_what_the_whole_gives(name, by_ra
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_the_same_bits_on_all_ranks(name, by_rank):
     for found in by_rank[1:]:
-        for here, there in zip(found[name][:2], by_rank[0][name][:2], strict=True):
+        for here, there in ((found[name][place], by_rank[0][name][place]) for place in (0, 1, 6)):
             assert torch.equal(here.view(torch.int32), there.view(torch.int32))
 
 
 @pytest.mark.starts
 def test_a_token_ruled_out_leaves_values_finite_and_a_broken_row_leaves_none(by_rank):
     for found in by_rank:
-        assert all(result.isfinite().all() for result in found["a shard ruled out"][:2])
+        assert all(found["a shard ruled out"][place].isfinite().all() for place in (0, 1, 6))
         assert all(result.isnan().all() for result in found["a broken row"][:2])
 
 

@@ -24,6 +24,7 @@ from tests.unit.training.packed_rows import (
     num_loss_tokens,
     pack_row,
     tiny_config,
+    with_top_tokens,
 )
 from tests.unit.training.rank_processes import run_ranks
 
@@ -89,10 +90,15 @@ def test_without_proximal_logprobs_the_behaviour_is_taken_and_off_the_mask_they_
 
 
 def test_arrays_that_may_not_be_written_to_are_taken_as_they_are(model, recwarn):
-    frozen = replace(ROW, **{field.name: getattr(ROW, field.name).copy() for field in fields(ROW)})
+    num_tokens = len(ROW.token_ids)
+    row = replace(
+        pack_row([with_top_tokens(sample, 2, 20) for sample in draw_samples((20, 37, 8, 33))]),
+        teacher_logprobs=np.zeros(num_tokens, np.float32),
+    )
+    frozen = replace(row, **{field.name: getattr(row, field.name).copy() for field in fields(row)})
     for field in fields(frozen):
         getattr(frozen, field.name).setflags(write=False)
-    assert train(open_one(model), [frozen]) == train(open_one(model), [ROW])
+    assert train(open_one(model), [frozen]) == train(open_one(model), [row])
     assert not [warning for warning in recwarn if "writable" in str(warning.message)]
 
 
