@@ -105,11 +105,11 @@ class RewardModel:
         )
 
     def _input(self, prompt: str, completion: str, text_key: str) -> dict[str, Any]:
-        """Return the input of a request: chat messages, or one text under text_key."""
+        """Return the input of a request: chat messages, or one text under text_key, "input" or "prompt"."""
         if not self._settings.use_chat_template:
             return {text_key: prompt + completion}
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return {"messages": messages, "add_generation_prompt": False}
+        return {"messages": messages} | ({"add_generation_prompt": False} if text_key == "prompt" else {})
 
     def _score_in(self, document: Any) -> float:
         """Read the reply of /classify."""

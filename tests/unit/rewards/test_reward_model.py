@@ -66,7 +66,6 @@ def test_prompt_and_completion_are_messages_and_the_score_is_scaled_and_clipped(
         (request,) = server.requests
         assert (request["path"], request["model"], request["use_activation"]) == ("/classify", "m", False)
         assert request["messages"] == [{"role": "user", "content": "Q: 2+2="}, {"role": "assistant", "content": "4"}]
-        assert request["add_generation_prompt"] is False
         (found,) = model_at(server.endpoint, use_chat_template=False).score_all(["{4}"], [RECORD])
         assert server.requests[-1]["input"] == "2+2={4}"
     assert ask(classes(9.0), clip_high=1.5).reward == 1.5
@@ -197,6 +196,7 @@ def test_a_policy_that_writes_the_step_token_is_scored_at_its_steps_alone():
         assert isinstance(found, RewardOutcome)
         assert found.reward == 0.375  # 0.1 is at the token in the prompt
         assert server.requests[1]["messages"][1]["content"] == "a<s>bb<s>"
+        assert server.requests[1]["add_generation_prompt"] is False  # the default of /tokenize alone
         model.score_all(["c"], [RECORD])
         assert [each["path"] for each in server.requests].count("/tokenize") == 3  # the step token's own id once
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -311,3 +316,88 @@ def test_settings_pass_through_the_environment_of_a_worker(tmp_path):
     config = make_config()
     found = TaskSettings.model_validate(json.loads(pools.worker_environment(config, None, tmp_path)[VARIABLE]))
     assert (found.judge_service, found.rendezvous) == (config.service[0], str(tmp_path))
+
+
+# ----------------------------------------------------------------------------------------------------- kills and pauses
+
+NUM_ASKED, MOST_ENDS = 30, 6  # by each worker, of all replicas
+
+SERVER = """
+import json, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from judge_server import JudgeServer
+
+def answer(request):
+    time.sleep(0.05)  # so that an end comes within a request
+    return f"Grade: {request['messages'][0]['content'].rpartition('Answer:')[2].split()[0]}"
+
+server = JudgeServer(answer)
+print(server.endpoint, flush=True)
+server.serve_forever(poll_interval=0.02)
+"""
+
+
+class Killable:
+    """A service in processes that are killed or paused, and replaced as a supervisor does."""
+
+    def __init__(self, directory: Path, replica: int) -> None:
+        self._directory, self._replica, self._life = directory, replica, 0
+        self.start()
+
+    def start(self) -> None:
+        self._life += 1
+        words = [sys.executable, "-c", SERVER, str(Path(__file__).parent)]
+        self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        url = self._process.stdout.readline().strip()
+        known = {"service": "strict", "replica": self._replica, "url": url, "key": "k", "model": "strict"}
+        more = {"incarnation": str(self._life), "pid": self._process.pid, "host": "here"}
+        publish_address(self._directory, ServiceAddress(**known | more))
+
+    def end(self, how: int) -> None:
+        """Kill the process; or pause it, and kill it a moment later, as one that is silent for too long."""
+        self._process.send_signal(how)
+        if how == signal.SIGSTOP:
+            time.sleep(0.3)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.mark.starts
+@pytest.mark.waits
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_kills_and_pauses_at_any_instant_cost_no_verdict_and_change_none(tmp_path, num_replicas):
+    rng, is_over = random.Random(num_replicas), threading.Event()
+    replicas = [Killable(tmp_path, number) for number in range(num_replicas)]
+    num_ends = 0
+
+    def harass() -> None:
+        nonlocal num_ends
+        while num_ends < MOST_ENDS and not is_over.wait(rng.uniform(0.1, 0.6)):
+            replica = rng.choice(replicas)
+            replica.end(rng.choice((signal.SIGKILL, signal.SIGSTOP)))
+            time.sleep(rng.uniform(0.0, 0.3))
+            replica.start()
+            num_ends += 1
+
+    service = SERVICE.model_copy(update={"timeout_s": 2 * PATIENCE_S})
+    found: dict[int, list[float]] = {}
+
+    def ask(worker: int) -> None:
+        judge = judge_of(tmp_path, service)
+        found[worker] = [judge(f"{number % 11}", "4").reward for number in range(NUM_ASKED)]
+
+    harasser = threading.Thread(target=harass)
+    workers = [threading.Thread(target=ask, args=(worker,)) for worker in range(3)]
+    for thread in (harasser, *workers):
+        thread.start()
+    for thread in workers:
+        thread.join()
+    is_over.set()
+    harasser.join()
+    for replica in replicas:
+        replica.end(signal.SIGKILL)
+    assert found == {worker: [number % 11 / 10 for number in range(NUM_ASKED)] for worker in range(3)}
+    assert num_ends >= 2
