@@ -605,6 +605,8 @@ def test_a_line_is_for_a_task_of_which_a_verifier_has_failed():
     lines = verifier_lines({"regex": {"judged": 9.0}, "b": {"judged": 5.0, "timed_out": 2.0, "out_of_memory": 1.0}})
     assert lines == ["verifier b   judged 5, without a verdict: timed out 2, out of memory 1"]
     assert set(FAILURES) <= set(FIGURES)
+    (line,) = verifier_lines({"b": {"judged": 5.0, "waiting": 3.0}})
+    assert line.startswith("verifier b   3 wait for a verdict for 10 s or more: does a service restart?")
 
 
 def test_status_adds_up_the_counts_of_all_reward_services(tmp_path):

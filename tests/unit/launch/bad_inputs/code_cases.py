@@ -136,7 +136,16 @@ LOSSES = (
     case("an advantage of one number", module("def mine(rewards): return 0.0\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", is_tried=True),
 )  # fmt: skip
 
+SCORES = {"name": "scores", "kind": "reward", "url": "http://node7:8000/v1"}
 JUDGES = (
+    case("a judge's service of another kind", key("data.task", "llm_judge", service=[SCORES], judge__service="scores"), "judge.service='scores'", "legal: a table [[service]] with kind='judge'"),
+    case("a judge's limit beside a service", key("data.task", "llm_judge", service=[SCORES | {"kind": "judge"}], judge__service="scores", judge__timeout_s=9.0), "judge.timeout_s=9 has no effect", "judge.service"),
+    case("a judge's key beside a service", key("data.task", "llm_judge", service=[SCORES | {"kind": "judge"}], judge__service="scores", judge__key_file="key"), "judge.key_file=", "has no effect"),
+    case("a reward model that is not there", key("data.task", "reward_model"), "reward_model.service=''", "legal: a table [[service]] with kind='reward'"),
+    case("a class by its name at a url", key("data.task", "reward_model", service=[SCORES], reward_model__label="good"), "reward_model.label='good'", "legal: its number"),
+    case("a softmax over one class", key("data.task", "reward_model", service=[SCORES], reward_model__activation="softmax"), "reward_model.activation='softmax' without reward_model.label", "legal: both"),
+    case("a reward model's template with another field", key("data.task", "reward_model", service=[SCORES], reward_model__prompt_template="{question}"), "reward_model.prompt_template names {question}", "legal: "),
+    case("a service's key that is not set", key("data.task", "reward_model", service=[SCORES | {"key_variable": "NO_SUCH_KEY"}], data__reference_field="*"), "service 'scores': key_variable='NO_SUCH_KEY' is not set"),
     case("a judge without an endpoint", key("data.task", "llm_judge"), "judge.endpoint is missing", "llm_judge"),
     case("a judge's address without a scheme", key("data.task", "llm_judge", judge__endpoint="node7:8000", judge__model="m"), "judge.endpoint='node7:8000'", "legal: http://"),
     case("a key in a judge's address", key("data.task", "llm_judge", judge__endpoint="http://me:secret@node7/v1", judge__model="m"), "judge.endpoint=…", "without a key"),
