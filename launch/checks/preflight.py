@@ -16,6 +16,7 @@ from typing import Any
 
 from launch.checks.memory_verdict import refuse_small_cache, refuse_unfit_ranks
 from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
+from launch.checks.teachers import asked_teachers, refuse_unfit_teachers
 from launch.common.text import counted, printable_line
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.base.user_code import look_up
@@ -283,6 +284,8 @@ def _models_can_be_asked(config: Config) -> None:
         for task in tasks:
             if (service := config.service_asked_by(task)) is not None:
                 read_key(service.key_variable, service.key_file, f"service {service.name!r}: ")
+        for service in asked_teachers(config).values():
+            read_key(service.key_variable, service.key_file, f"service {service.name!r}: ")
         if "reward_model" in tasks and (service := config.service_asked_by("reward_model")) is not None:
             label_of(config.reward_model, service)
     except ValueError as error:
@@ -294,6 +297,7 @@ def _look_at_prompts(
 ) -> Findings:
     _tasks_are_there(config)
     _environments_are_there(config)
+    refuse_unfit_teachers(config, tokenizer)
     if roles_run_here:
         _models_can_be_asked(config)
     sandbox = _sandbox_here(config) if roles_run_here else ""

@@ -21,6 +21,7 @@ from launch.checks.preflight import (
     stage_of,
     stop_tokens,
 )
+from launch.checks.teachers import teacher_warnings
 from launch.commands.arguments import refuse_missing
 from launch.common.text import counted
 from launch.doctor.gpus import gpus_here
@@ -123,6 +124,7 @@ def _about_prompts(config: Config, findings: Findings) -> Iterator[str]:
     tokenizer = findings.tokenizer
     yield stop_tokens(tokenizer, template, config.generation.stop)
     yield from (f"warning     {each}" for each in prompt_warnings(config, tokenizer, findings.datasets))
+    yield from (f"warning     {each}" for each in teacher_warnings(config, tokenizer))
     yield from other_tokens(config.model.path, tokenizer, [found.example for found in findings.datasets])
 
 

@@ -88,6 +88,13 @@ class ServiceConfig(Section):
             yield f"{key.key_variable} and {key.key_file}: both given; legal: one of both"
 
     @rule
+    def a_teacher_has_room_for_every_rollout(self, config: Config, key: Keys) -> Faults:
+        """`max_tokens` of a teacher: at least `generation.max_prompt_tokens` + `generation.max_completion_tokens`."""
+        longest = config.generation.max_tokens
+        if self.kind == "teacher" and self.max_tokens is not None and self.max_tokens < longest:
+            yield f"{key.max_tokens} is below the longest rollout of {longest} tokens; legal: {longest} or more"
+
+    @rule
     def names_differ(self, config: Config, key: Keys) -> Faults:
         """`name`: no other service has it."""
         if sum(each.name == self.name for each in config.service) > 1:

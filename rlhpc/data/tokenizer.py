@@ -276,6 +276,11 @@ class PromptTokenizer:
         """Tokenizer of a run's policy, with the variables of its chat template.  Raises ConfigError."""
         return cls(model.path, model.chat_template_kwargs)
 
+    @cached_property
+    def vocabulary(self) -> dict[int, str]:
+        """Every token, added ones included, by its number, as tokenizer.json writes it."""
+        return {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
     def encode(self, text: str) -> Int32:
         """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one).
 

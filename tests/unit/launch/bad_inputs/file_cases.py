@@ -112,6 +112,19 @@ def _critic_of_another_vocabulary(desk: Desk) -> None:
     desk.settings["admission"]["active_sampling"] = False
 
 
+def _teacher_of_other_tokens(desk: Desk) -> None:
+    """A copy of the policy in which two tokens have changed places."""
+    shutil.copytree(desk.own_model(), desk.root / "teacher")
+    path = desk.root / "teacher" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    tokens = document["model"]["vocab"]
+    tokens["1"], tokens["2"] = tokens["2"], tokens["1"]
+    path.write_text(json.dumps(document))
+    desk.settings["service"] = [{"name": "big", "kind": "teacher", "path": "teacher"}]
+    desk.settings["algorithm"] = {"advantage": "distillation"}
+    desk.settings["admission"]["active_sampling"] = False
+
+
 def _ends_every_text(desk: Desk) -> None:
     file = desk.own_model() / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -204,6 +217,7 @@ MODEL = (
     case("a system prompt for a template that knows none", both(model_file("chat_template.jinja", "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"), key("data.use_chat_template", True, data__system_prompt="Be brief.")), "leaves out the system message (data.system_prompt)", "no effect", "legal"),
     case("a tokenizer that ends every text", _ends_every_text, "tokenizer.json puts '<eos>'", "train.jsonl:1", "legal: a post_processor that adds none"),
     case("a critic of another vocabulary", _critic_of_another_vocabulary, "critic.path=", "vocab_size=50", "100"),
+    case("a teacher of other tokens", _teacher_of_other_tokens, "service.path=", "has another tokenizer than model.path=", "'2'", "'1' of the policy", "legal: "),
 )  # fmt: skip
 
 

@@ -185,6 +185,7 @@ CONTRADICTIONS = (
     case("a normalised teacher", key("algorithm.advantage_normalization", "batch", service=[TEACHER], algorithm__advantage="distillation", admission__active_sampling=False), "algorithm.advantage_normalization='batch'", "algorithm.advantage='distillation'"),
     case("a teacher that is renewed", key("algorithm.reference_every", 5, service=[TEACHER], algorithm__kl_coefficient=0.1, algorithm__kl_reference="teacher"), "algorithm.reference_every=5", "algorithm.kl_reference='teacher'"),
     case("a distillation without a teacher", key("algorithm.advantage", "distillation", admission__active_sampling=False), "data.teacher=''", "legal: a table [[service]] with kind='teacher'"),
+    case("a teacher whose rows are shorter than rollouts", key("algorithm.advantage", "distillation", service=[TEACHER | {"url": "", "path": "/models/big", "max_tokens": 8}], admission__active_sampling=False), "service.max_tokens=8 is below the longest rollout", "legal: "),
     case("a temperature that vLLM raises", key("generation.temperature", 0.001), "generation.temperature=0.001", "legal: 0.01 or more"),
     case("a sample longer than the context", key("generation.max_completion_tokens", 4096, trainer__token_budget=8192), "= 4108", "context of 4096", "legal"),
     case("an average in a format that has no place", key("trainer.backend", "megatron", checkpoint__trainer_format="megatron", trainer__ema_decay=0.9), "checkpoint.trainer_format='megatron'", "legal: 'hf'"),
