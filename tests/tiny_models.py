@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -74,6 +76,39 @@ def make_tiny_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(dtype)
+    model.save_pretrained(directory)
+    make_character_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_tiny_classifier(
+    directory: Path | str, *, num_labels: int = 1, per_token: bool = False, seed: int = 0, hidden: int = 64
+) -> Path:
+    """Write a randomly drawn reward model of the family qwen2, and its tokenizer; the same arguments, the same bytes.
+
+    per_token: a process reward model, whose head has a bias.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = Qwen2Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        num_labels=num_labels,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = (Qwen2ForTokenClassification if per_token else Qwen2ForSequenceClassification)(config)
+        if per_token:
+            torch.nn.init.normal_(model.score.bias)
     model.save_pretrained(directory)
     make_character_tokenizer().save_pretrained(directory)
     return directory

@@ -15,7 +15,7 @@ from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.config.tables_models import ServiceConfig
 from rlhpc.data.tokenizer import Decode, no_text
 from rlhpc.models.weights import object_in
-from rlhpc.protocol.contracts import GenerationEngine, WeightReceiver
+from rlhpc.protocol.contracts import GenerationEngine, PoolingEngine, WeightReceiver
 
 SEED_BITS = 31  # the range that every library behind an engine accepts
 
@@ -61,7 +61,21 @@ async def start_engine(
     return await VllmEngine.start(config, seed=seed, decode=decode, num_adapters=num_adapters)
 
 
+async def start_pooling_engine(config: Config, *, seed: int) -> PoolingEngine:
+    """Start the engine of a reward model; it is ready to score.  Raises EngineError and leaves no process behind."""
+    if config.generation.engine == "scripted":
+        # As in start_engine, here and below.
+        from tests.engines.scripted_pooling import ScriptedPoolingEngine
+
+        return ScriptedPoolingEngine.of(config)
+    with loading_libraries():
+        from rlhpc.generation.pooling_engine import VllmPoolingEngine
+
+    return await VllmPoolingEngine.start(config, seed=seed)
+
+
 TEACHER_BATCHED_TOKENS = 2048  # of a step: their logits are held in float32, and a copy
+REWARD_BATCHED_TOKENS = 8192
 
 
 def service_settings(config: Config, service: ServiceConfig) -> Config:
@@ -72,10 +86,16 @@ def service_settings(config: Config, service: ServiceConfig) -> Config:
     """
     assert service.path is not None, "it is started by others"
     is_teacher, path = service.kind == "teacher", service.path
+    samples = service.kind != "reward"
     longest = service.max_tokens or config.generation.max_tokens * (1 if is_teacher else 2)
     longest += is_teacher
     if service.max_tokens is None:
         longest = min(longest, model_number(path, "max_position_embeddings") or longest)
+    batched: int | None = None  # of a judge: as of a generator
+    if is_teacher:
+        batched = max(TEACHER_BATCHED_TOKENS, service.max_num_seqs)
+    elif not samples:  # some classifiers do not split a row over two steps
+        batched = max(REWARD_BATCHED_TOKENS, longest, service.max_num_seqs)
     model: dict[str, object] = {"path": path, "dtype": service.dtype or config.model.dtype, "chat_template_kwargs": {}}
     generation: dict[str, object] = {
         "tensor_parallel": service.tensor_parallel,
@@ -84,7 +104,7 @@ def service_settings(config: Config, service: ServiceConfig) -> Config:
         "temperature": 1.0,
         "stop": (),
         "max_num_seqs": service.max_num_seqs,
-        "max_num_batched_tokens": max(TEACHER_BATCHED_TOKENS, service.max_num_seqs) if is_teacher else None,
+        "max_num_batched_tokens": batched,
         "kv_cache_bytes": service.kv_cache_bytes,
         "prefix_caching": not is_teacher,  # a teacher computes every token that it scores
         "seeded_samples": False,

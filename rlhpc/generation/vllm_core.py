@@ -29,6 +29,7 @@ from typing import Any
 from rlhpc.data.tokenizer import StopSearch
 from rlhpc.generation.vllm_requests import FlatPart, PartialCompletion, PromptScores
 from rlhpc.protocol.errors import EngineError
+from rlhpc.protocol.types import Float32
 
 YIELD_S = 0.001  # while requests wait and none can be scheduled
 LAST_STEP_S = 30.0  # at the exit of the process, for the last step and vLLM's teardown
@@ -46,6 +47,7 @@ class FinishedSample:
     num_prompt_tokens: int
     completion: PartialCompletion  # whole
     prompt_scores: PromptScores | None  # None: not asked for
+    pooled: Float32 | None = None  # of a model that pools; None: it samples
 
 
 class RunningCore(ABC):
@@ -69,6 +71,13 @@ class RunningCore(ABC):
         prompt: "prompt_token_ids" and "cache_salt".  adapter: its number, if the core holds any.  search: for stop
         strings; it has read the prefix and is owned by the core from now on; tokens behind a stop string are not
         counted, shown or returned.  Raises ValueError if vLLM refuses the request.
+        """
+
+    @abstractmethod
+    async def pool(self, prompt: dict[str, Any], params: Any, request_id: str) -> Float32:
+        """Return what a model that pools makes of a prompt, [C] or [T, C]; params: vLLM's PoolingParams.
+
+        Raises ValueError if vLLM refuses the request.
         """
 
     @abstractmethod
@@ -210,6 +219,14 @@ class CoreProcesses(RunningCore):
             del self._asked[request_id]
         raise CoreDied(f"vLLM ended {request_id} without an output")
 
+    async def pool(self, prompt: dict[str, Any], params: Any, request_id: str) -> Float32:
+        """See RunningCore."""
+        async with contextlib.aclosing(self._llm.encode(prompt, params, request_id)) as answers:
+            async for answer in answers:
+                if answer.finished:
+                    return _pooled(answer.outputs.data)
+        raise CoreDied(f"vLLM ended {request_id} without an output")
+
     async def abort(self, request_id: str) -> None:
         """See RunningCore."""
         await self._llm.abort(request_id)
@@ -311,6 +328,7 @@ class _Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the sampled tokens, natural log
     prompt_scores: PromptScores | None = None
+    pooled: Float32 | None = None
 
     def take(self, output: Any) -> str | None:
         """Add a step's output for the request, vLLM's EngineCoreOutput; return why the request has ended, if it has.
@@ -327,6 +345,8 @@ class _Sample:
             self.logprobs.extend(logprobs.logprobs[: len(tokens), 0].tolist())
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_scores = PromptScores.of_tensors(output.new_prompt_logprobs_tensors)
+        if output.pooling_output is not None:
+            self.pooled = _pooled(output.pooling_output)
         self.token_ids.extend(tokens)
         return reason
 
@@ -340,7 +360,7 @@ class _Sample:
 
     def finished(self, reason: str) -> FinishedSample:
         completion = PartialCompletion(self.token_ids, FlatPart(self.logprobs, range(len(self.logprobs))), reason)
-        return FinishedSample(self.num_prompt_tokens, completion, self.prompt_scores)
+        return FinishedSample(self.num_prompt_tokens, completion, self.prompt_scores, self.pooled)
 
 
 class CoreThread(RunningCore):
@@ -400,6 +420,13 @@ class CoreThread(RunningCore):
             if not sample.ended.done() or sample.ended.cancelled():
                 self._commands.put(partial(self._abort_quietly, request_id))
         return finished
+
+    async def pool(self, prompt: dict[str, Any], params: Any, request_id: str) -> Float32:
+        """See RunningCore."""
+        finished = await self.sample(prompt, params, request_id)
+        if finished.pooled is None:
+            raise CoreDied(f"vLLM ended {request_id} without an output")
+        return finished.pooled
 
     async def abort(self, request_id: str) -> None:
         """See RunningCore."""
@@ -567,6 +594,12 @@ class CoreThread(RunningCore):
             self._loop.call_soon_threadsafe(callback)
 
 
+def _pooled(output: Any) -> Float32:
+    """Convert the tensor that a model's pooler returns for one prompt."""
+    found: Float32 = output.float().cpu().numpy()
+    return found
+
+
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
@@ -606,6 +639,7 @@ def _unseen(module: str) -> Iterator[None]:
 def _request_maker(vllm_config: Any) -> MakeRequest:
     """Returns a function that makes vLLM's EngineCoreRequest; it raises ValueError if vLLM refuses the request."""
     # As above.
+    from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.renderers.registry import renderer_from_config
     from vllm.v1.engine.input_processor import InputProcessor
@@ -615,7 +649,8 @@ def _request_maker(vllm_config: Any) -> MakeRequest:
     def request_of(prompt: dict[str, Any], params: Any, request_id: str, priority: int, adapter: int) -> Any:
         lora = _adapter_of(vllm_config, adapter)
         tokens = tokens_input(prompt["prompt_token_ids"], cache_salt=prompt["cache_salt"])
-        return processor.process_inputs(request_id, tokens, params, ("generate",), lora_request=lora, priority=priority)
+        tasks = ("generate",) if isinstance(params, SamplingParams) else (params.task,)
+        return processor.process_inputs(request_id, tokens, params, tasks, lora_request=lora, priority=priority)
 
     return request_of
 

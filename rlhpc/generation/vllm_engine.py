@@ -89,6 +89,18 @@ async def answered(call: Awaitable[Result], broadcast_s: float) -> Result:
         task.cancel()
 
 
+async def in_our_errors(call: Awaitable[Result], die: Callable[[str], EngineError]) -> Result:
+    """Await a request.  Raises ValueError: vLLM refuses it, and goes on; the error that `die` returns: vLLM is dead."""
+    try:
+        return await call
+    except (asyncio.CancelledError, ValueError):
+        raise
+    except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
+        if any(cls.__name__ == "VLLMClientError" for cls in type(error).__mro__):  # since 0.32 no ValueError
+            raise ValueError(str(error)) from error
+        raise die(f"vLLM: {error!r}") from error
+
+
 async def unless(event: asyncio.Event, ask: Callable[[], Awaitable[None]]) -> None:
     """Make the call unless the event is set by then: `answered` starts it later than it is called."""
     if not event.is_set():
@@ -352,14 +364,7 @@ class VllmEngine(GenerationEngine):
         # a restart the same number means other weights.  vLLM itself tells adapters apart by their numbers.
         salt = f"{self._policy_version}.{self._num_updates}.{self._num_loads[adapter]}"
         prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
-        try:
-            return await self._llm.sample(prompt, params, request_id, adapter=adapter, **options)
-        except (asyncio.CancelledError, ValueError):
-            raise
-        except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
-            if _is_refusal(error):
-                raise ValueError(str(error)) from error
-            raise self._die(f"vLLM: {error!r}") from error
+        return await in_our_errors(self._llm.sample(prompt, params, request_id, adapter=adapter, **options), self._die)
 
     def _sampling_params(self, request: RolloutRequest) -> Any:
         run_seed = self._config.run.seed if self._config.has_seeded_samples else None
@@ -420,11 +425,6 @@ class VllmEngine(GenerationEngine):
     def _require_life(self) -> None:
         if self._death:
             raise EngineError(f"the generation engine is dead: {self._death}")
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether vLLM has refused a request, and goes on; since 0.32 by an error that is no ValueError."""
-    return any(cls.__name__ == "VLLMClientError" for cls in type(error).__mro__)
 
 
 def _refuse_weights_it_would_make_up(config: Config) -> None:

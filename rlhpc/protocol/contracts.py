@@ -318,6 +318,29 @@ class GenerationEngine(ABC):
         """Abort everything and end every process the engine started.  Idempotent."""
 
 
+class PoolingEngine(ABC):
+    """Scores rows of tokens with a classifier, many at once.
+
+    Its methods raise ValueError for a row that it has no room for, and EngineError if the engine died; cancelling a
+    call aborts it.
+    """
+
+    @abstractmethod
+    async def classify(self, token_ids: Int32, *, use_activation: bool = False) -> Float32:
+        """Return the classifier's numbers for a row, int32 [T] → float32 [C].
+
+        use_activation: apply the model's own function, a sigmoid or a softmax.
+        """
+
+    @abstractmethod
+    async def classify_tokens(self, token_ids: Int32, *, use_activation: bool = False) -> Float32:
+        """Return the numbers in each place of a row, int32 [T] → float32 [T, C]."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End every process the engine started.  Idempotent."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTiming:
     """Duration of a weight update on a generator, and the engine's checksum after it."""

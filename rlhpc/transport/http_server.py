@@ -22,7 +22,6 @@ from rlhpc.protocol.errors import RoleFailed
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 IDLE_CONNECTION_S = 75.0
-SHUTDOWN_S = 0.1  # for requests under way when the server is closed
 BODY_S = 60.0  # for the body of a request to arrive
 
 
@@ -54,10 +53,14 @@ class HttpServer:
         max_request_bytes: int,
         limit: str,
         ends_abandoned: bool = False,
+        shutdown_s: float = 0.1,
     ) -> None:
-        """limit: name of max_request_bytes in refusals.  ends_abandoned: cancel the work for clients that hang up."""
+        """limit: name of max_request_bytes in refusals.  ends_abandoned: cancel the work for clients that hang up.
+
+        shutdown_s: for requests under way when the server is closed.
+        """
         self._log, self._is_allowed, self._limit = log, is_allowed, f"{limit}={max_request_bytes}"
-        self._ends_abandoned = ends_abandoned
+        self._ends_abandoned, self._shutdown_s = ends_abandoned, shutdown_s
         self._app = web.Application(middlewares=[self._guarded], client_max_size=max_request_bytes)
         self._app.on_response_prepare.append(_without_server)
         self._runner: web.AppRunner | None = None
@@ -79,7 +82,7 @@ class HttpServer:
             access_log=None,
             handle_signals=False,
             keepalive_timeout=IDLE_CONNECTION_S,
-            shutdown_timeout=SHUTDOWN_S,
+            shutdown_timeout=self._shutdown_s,
             logger=_OnlyOurs(self._log, {}),
             handler_cancellation=self._ends_abandoned,
         )

@@ -1,9 +1,9 @@
 """The models of services: what each kind is asked for, and its answers.
 
 Input: bodies of requests in the format of vLLM's HTTP API.  Output: bodies of replies.  A teacher returns
-log-probabilities of given tokens (prompt_logprobs), a judge replies to chats.  Both have the generators' engine, with
-settings of the service's own; nothing sends it weights.  A key that is not known here is refused, since what it asks
-for would not happen.
+log-probabilities of given tokens (prompt_logprobs), a judge replies to chats; both have the generators' engine, with
+settings of the service's own, and nothing sends it weights.  A reward model scores texts, in vLLM's pooling runner.  A
+key that is not known here is refused, since what it asks for would not happen.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,15 +27,18 @@ from rlhpc.buffer.prefixes import id_checksum
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_models import ServiceConfig
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.generation.factory import engine_seed, model_number, service_settings, start_engine
-from rlhpc.protocol.contracts import GenerationEngine, RowScore
+from rlhpc.generation.factory import engine_seed, model_number, service_settings, start_engine, start_pooling_engine
+from rlhpc.models.weights import object_in
+from rlhpc.protocol.contracts import GenerationEngine, PoolingEngine, RowScore
 from rlhpc.protocol.errors import ConfigError
-from rlhpc.protocol.types import FinishReason, Int32, Prompt, RolloutRequest, SamplingParams
+from rlhpc.protocol.types import FinishReason, Float32, Int32, Prompt, RolloutRequest, SamplingParams
 from rlhpc.transport.http_server import Refused
 
+Score = Callable[..., Coroutine[Any, Any, Float32]]
 Answer = str | Mapping[str, Any]  # JSON, as text or to be written
 Route = Callable[[dict[str, Any]], Awaitable[Answer]]
 LOWEST = -9999.0  # JSON has no −∞; vLLM's server writes this
+MOST_INPUTS = 1024  # of a request to a reward model
 MANY_ENTRIES = 20_000  # log-probabilities that are written aside, while the event loop goes on
 
 
@@ -63,11 +67,11 @@ class ServedModel(ABC):
 
 async def start_model(config: Config, service: ServiceConfig, *, replica: int) -> ServedModel:
     """Start the engine of a service; returns when it is ready.  Raises EngineError, ConfigError."""
-    if service.kind == "reward":
-        raise ConfigError(f"service.kind='reward' of {service.name}: this version starts teachers and judges")
     settings = service_settings(config, service)
     tokenizer = PromptTokenizer(settings.model.path)
     seed = engine_seed(config.run.seed, replica)
+    if service.kind == "reward":
+        return Classifier(await start_pooling_engine(settings, seed=seed), settings, service.name, tokenizer)
     engine = await start_engine(settings, seed=seed, make_decode=lambda: tokenizer.decode, any_stop=True)
     model = Teacher if service.kind == "teacher" else ChatModel
     return model(engine, settings, service.name, tokenizer)
@@ -75,12 +79,14 @@ async def start_model(config: Config, service: ServiceConfig, *, replica: int) -
 
 # -------------------------------------------------------------------------------------------------------------- fields
 
+_OF_CLASSIFIERS = ("input", "messages", "use_activation", "add_special_tokens", "add_generation_prompt")
 # Keys that change nothing here; others than those of a route are refused unless they are null.
 _IDLE = frozenset({"model", "user", "stream", "n", "seed", "metadata", "store", "service_tier", "priority", "timeout"})
 _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"n": (1,), "stream": (False,), "best_of": (1,), "echo": (False,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,),
      "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logprobs": (False,),
-     "response_format": ({"type": "text"},), "detokenize": (False,), "add_special_tokens": (False,)}
+     "response_format": ({"type": "text"},), "detokenize": (False,), "add_special_tokens": (False,),
+     "encoding_format": ("float",)}
 )  # fmt: skip
 
 
@@ -172,6 +178,8 @@ class Teacher(_Sampler):
         scores = "[null]"
         if len(row) > 1:
             score = await self._engine.score(row, top_k)
+            if np.isnan(score.logprobs).any():
+                raise _not_finite()
             is_large = len(row) * (1 + top_k) > MANY_ENTRIES
             scores = await asyncio.to_thread(_entries, row, score) if is_large else _entries(row, score)
         self._num_tokens += len(row)
@@ -244,6 +252,127 @@ class ChatModel(_Sampler):
         }
 
 
+# ------------------------------------------------------------------------------------------------------- reward models
+
+
+class Classifier(ServedModel):
+    """Scores texts, token ids or chats, as a whole or in each place."""
+
+    def __init__(self, engine: PoolingEngine, settings: Config, name: str, tokenizer: PromptTokenizer) -> None:
+        self._engine, self._name, self._tokenizer = engine, name, tokenizer
+        self._max_running, self.max_tokens = settings.generation.max_num_seqs, settings.generation.max_tokens
+        self._vocabulary = model_number(settings.model.path, "vocab_size") or tokenizer.vocab_size
+        self._labels = _labels_of(settings.model.path)
+        self._num_tokens = 0
+        self.routes = {"/classify": self._classify, "/pooling": self._pool, "/tokenize": self._tokenize}
+
+    def load(self) -> ServiceLoad:
+        """See ServedModel."""
+        return ServiceLoad(self._max_running, self._num_tokens)
+
+    async def close(self) -> None:
+        """See ServedModel."""
+        await self._engine.close()
+
+    async def _classify(self, body: dict[str, Any]) -> Answer:
+        require_known(body, *_OF_CLASSIFIERS)
+        rows, is_activated = self._rows(body), _truth(body, "use_activation", False)
+        data = []
+        for index, scores in enumerate(await self._side_by_side(self._engine.classify, rows, is_activated)):
+            best = int(np.argmax(scores))
+            data.append(
+                {"index": index, "label": self._labels.get(best, f"LABEL_{best}"), "probs": _numbers(scores),
+                 "num_classes": len(scores)}
+            )  # fmt: skip
+        return self._reply("classify", data, rows)
+
+    async def _pool(self, body: dict[str, Any]) -> Answer:
+        require_known(body, *_OF_CLASSIFIERS, "task")
+        task = body.get("task") or "token_classify"
+        if task not in ("classify", "token_classify"):
+            raise Refused(f"task={json.dumps(task)[:80]}; legal: classify or token_classify", code="unsupported_value")
+        rows, is_activated = self._rows(body), _truth(body, "use_activation", False)
+        method = self._engine.classify if task == "classify" else self._engine.classify_tokens
+        scores = await self._side_by_side(method, rows, is_activated)
+        data = [{"index": index, "object": "pooling", "data": _numbers(each)} for index, each in enumerate(scores)]
+        return self._reply("pool", data, rows)
+
+    async def _tokenize(self, body: dict[str, Any]) -> Answer:
+        return tokenized(body, self._tokenizer, self.max_tokens)
+
+    async def _side_by_side(self, score: Score, rows: Sequence[Int32], is_activated: bool) -> list[Float32]:
+        scores = await asyncio.gather(*(score(row, use_activation=is_activated) for row in rows))
+        self._num_tokens += sum(map(len, rows))
+        return scores
+
+    def _rows(self, body: Mapping[str, Any]) -> list[Int32]:
+        """Return the rows of a body's messages or input: a text, token ids, or a list of either.  Raises Refused."""
+        if ("input" in body) == ("messages" in body):
+            raise Refused("legal: input, a text or token ids or several of them, or messages: one of both")
+        if "messages" in body:
+            prompted = _truth(body, "add_generation_prompt", False)
+            rows = [chat_tokens(body, self._tokenizer, add_generation_prompt=prompted)]
+        else:
+            given, is_rendered = body["input"], not _truth(body, "add_special_tokens", True)
+            is_one = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
+            inputs = [given] if is_one else given
+            if not isinstance(inputs, list) or not 0 < len(inputs) <= MOST_INPUTS:
+                raise Refused(f"input: a text, token ids, or a list of either, of {MOST_INPUTS} at most")
+            rows = [
+                text_tokens(each, "input", self._tokenizer, is_rendered=is_rendered)
+                if isinstance(each, str)
+                else token_row(each, "input", vocabulary=self._vocabulary, longest=self.max_tokens)
+                for each in inputs
+            ]
+        for row in rows:
+            if not len(row):
+                raise Refused("input: a text without a token")
+            require_room(len(row), self.max_tokens, "input")
+        return rows
+
+    def _reply(self, kind: str, data: list[dict[str, Any]], rows: Sequence[Int32]) -> Answer:
+        num_read = sum(map(len, rows))
+        usage = {"prompt_tokens": num_read, "completion_tokens": 0, "total_tokens": num_read}
+        return {
+            "id": f"{kind}-{secrets.token_hex(12)}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self._name,
+            "data": data,
+            "usage": usage,
+        }
+
+
+def _numbers(scores: Float32) -> list[Any]:
+    """Return scores for JSON.  Raises Refused: one is not finite."""
+    if not np.isfinite(scores).all():
+        raise _not_finite()
+    found: list[Any] = scores.tolist()
+    return found
+
+
+def _not_finite() -> Refused:
+    """Return the reply for numbers that no JSON holds; asking again would not help."""
+    said = "the model computes numbers that are not finite, by its weights or by its device"
+    return Refused(said, status=500, code="not_finite")
+
+
+def _labels_of(path: Path) -> dict[int, str]:
+    file = path / "config.json"
+    named = (object_in(file).get("id2label") or {}) if file.is_file() else {}
+    return {int(number): str(label) for number, label in named.items()}
+
+
+def _truth(body: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = body.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise Refused(f"{key}={json.dumps(value)[:80]}; legal: true or false")
+    return default if value is None else value
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+
+
 def chat_tokens(body: Mapping[str, Any], tokenizer: PromptTokenizer, *, add_generation_prompt: bool) -> Int32:
     """Return the tokens of a body's messages in the checkpoint's own chat template.  Raises Refused."""
     messages = body.get("messages")
@@ -265,10 +394,11 @@ def tokenized(body: Mapping[str, Any], tokenizer: PromptTokenizer, max_tokens: i
     if ("prompt" in body) == ("messages" in body):
         raise Refused("legal: prompt, a text, or messages: one of both")
     if "messages" in body:
-        prompted = body.get("add_generation_prompt")
-        tokens = chat_tokens(body, tokenizer, add_generation_prompt=prompted is not False)
+        prompted = _truth(body, "add_generation_prompt", True)
+        tokens = chat_tokens(body, tokenizer, add_generation_prompt=prompted)
     else:
-        tokens = text_tokens(body["prompt"], "prompt", tokenizer, is_rendered=body.get("add_special_tokens") is False)
+        is_rendered = not _truth(body, "add_special_tokens", True)
+        tokens = text_tokens(body["prompt"], "prompt", tokenizer, is_rendered=is_rendered)
     return {"count": len(tokens), "max_model_len": max_tokens, "tokens": tokens.tolist(), "token_strs": None}
 
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rlhpc.service")
 MAX_REQUEST_BYTES = 32 << 20
 LEAVE_S = 5.0  # for requests under way when the service leaves
+WRITE_S = 2.0  # for replies that are being sent when the server is closed
 Ask = Callable[[dict[str, Any]], Awaitable[Answer]]
 
 
@@ -127,6 +128,7 @@ class ServiceEndpoint:
             max_request_bytes=MAX_REQUEST_BYTES,
             limit="the limit of a service",
             ends_abandoned=True,
+            shutdown_s=WRITE_S,
         )
         self._server.get("/health", self._health)
         self._server.get("/v1/models", self._models)

@@ -63,6 +63,7 @@ class CountingCore:
                     new_token_ids=[self.num_steps],
                     new_logprobs=logprobs,
                     new_prompt_logprobs_tensors=None,
+                    pooling_output=None,
                     finish_reason="length" if left[0] == 0 else None,
                 )
             )
@@ -109,7 +110,11 @@ async def test_of_a_step_with_several_tokens_those_behind_a_stop_string_are_drop
     taking = vllm_core._Sample(1, asyncio.get_running_loop().create_future(), StopSearch(numbers, ["7."]))
     logprobs = SimpleNamespace(logprobs=np.asarray([[-1.0], [-2.0], [-3.0]], np.float32))
     output = SimpleNamespace(
-        new_token_ids=[6, 7, 8], new_logprobs=logprobs, new_prompt_logprobs_tensors=None, finish_reason="length"
+        new_token_ids=[6, 7, 8],
+        new_logprobs=logprobs,
+        new_prompt_logprobs_tensors=None,
+        pooling_output=None,
+        finish_reason="length",
     )
     assert taking.take(output) == "stop"
     assert (taking.token_ids, taking.logprobs) == ([6, 7], [-1.0, -2.0])

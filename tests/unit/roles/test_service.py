@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import io
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -252,6 +253,73 @@ async def test_texts_and_chats_are_tokenised_as_the_model_reads_them(tmp_path: P
         assert prompted["tokens"][: chat["count"]] == chat["tokens"]
         assert prompted["count"] > chat["count"]
         assert (await client.post("/tokenize", {"prompt": "a", "messages": CHAT}))[0] == 400
+
+
+# --------------------------------------------------------------------------------------------------------- reward model
+
+STATED = {"7": 2.0, "wrong": -1.0}
+
+
+async def test_a_scripted_reward_model_adds_up_what_is_stated(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", scores=STATED)
+    async with client_of(context_of(tmp_path, "reward")) as client:
+        _, one = await client.post("/classify", {"model": "helper", "input": "it is 7", "use_activation": False})
+        assert [(it["index"], it["probs"], it["num_classes"]) for it in one["data"]] == [(0, [2.0], 1)]
+        _, many = await client.post("/classify", {"input": ["7 wrong", "x"]})
+        assert [it["probs"] for it in many["data"]] == [[1.0], [0.0]]
+        _, spoken = await client.post("/classify", {"messages": [*CHAT, {"role": "assistant", "content": "7"}]})
+        assert spoken["data"][0]["probs"] == [2.0]
+        _, tokens = await client.post("/tokenize", {"prompt": "a7b"})
+        _, places = await client.post("/pooling", {"input": tokens["tokens"], "task": "token_classify"})
+        assert places["data"] == [{"index": 0, "object": "pooling", "data": [[0.0], [2.0], [2.0]]}]
+        _, active = await client.post("/classify", {"input": "x", "use_activation": True})
+        assert active["data"][0]["probs"] == [0.5]
+        assert client.endpoint.heartbeat().metrics["answered"] == 6.0
+
+
+BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nothing": ("/classify", {"input": None}, "a list of either"),
+    "no input": ("/classify", {}, "one of both"),
+    "both": ("/classify", {"input": "x", "messages": CHAT}, "one of both"),
+    "empty list": ("/classify", {"input": []}, "a list of either"),
+    "empty text": ("/classify", {"input": [""]}, "a text without a token"),
+    "mixed": ("/classify", {"input": ["x", 3]}, "a list of token ids"),
+    "unknown token": ("/classify", {"input": [VOCABULARY]}, "legal: 0 to"),
+    "too long": ("/classify", {"input": "x" * 121}, "121 tokens; legal: 120 at most"),
+    "activation": ("/classify", {"input": "x", "use_activation": 1}, "legal: true or false"),
+    "truncation": ("/classify", {"input": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens: not known"),
+    "task": ("/pooling", {"input": [9], "task": "embed"}, "legal: classify or token_classify"),
+    "form": ("/pooling", {"input": [9], "encoding_format": "base64"}, 'legal: "float"'),
+    "no message": ("/classify", {"messages": [{"role": "king", "content": ""}]}, "an object with a role"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+async def test_what_a_reward_model_cannot_score_is_refused_with_what_is_legal(tmp_path: Path, case: str) -> None:
+    path, body, said = BAD_INPUTS[case]
+    make_model(tmp_path / "model", scores=STATED)
+    async with client_of(context_of(tmp_path, "reward")) as client:
+        status, reply = await client.post(path, body)
+        assert status == 400
+        assert said in reply["error"]["message"]
+        assert (await client.post("/classify", {"input": "x"}))[0] == 200
+
+
+async def test_a_number_that_json_cannot_spell_is_no_score(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", scores={"7": math.inf})
+    async with client_of(context_of(tmp_path, "reward")) as client:
+        status, reply = await client.post("/classify", {"input": "7"})
+        assert (status, reply["error"]["code"]) == (500, "not_finite")
+
+
+async def test_a_pooling_engine_that_dies_ends_the_process(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", scores=STATED, die_after_rows=3)
+    async with client_of(context_of(tmp_path, "reward")) as client:
+        watching = asyncio.create_task(client.endpoint.until_dead())
+        status, reply = await client.post("/classify", {"input": ["a", "b", "c", "d"]})
+        assert (status, reply["error"]["code"]) == (503, "engine_died")
+        with pytest.raises(EngineError, match="scripted to die"):
+            await asyncio.wait_for(watching, PATIENCE_S)
 
 
 # ------------------------------------------------------------------------------------------------------------ strangers
