@@ -17,10 +17,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash
+from rlhpc.config.tables_models import RewardModelConfig
 from rlhpc.protocol.errors import EngineError
+from rlhpc.rewards.pool import Judgement, RewardPool
+from rlhpc.rewards.task_settings import VARIABLE, TaskSettings
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.service.models import start_model
 from tests import build
+from tests.patience import PATIENCE_S
 from tests.tiny_models import make_character_tokenizer, make_tiny_checkpoint, make_tiny_classifier
 from tests.unit.roles.test_service import Client, client_of
 
@@ -158,3 +162,54 @@ async def test_a_model_whose_numbers_are_not_finite_says_so(tmp_path: Path) -> N
         status, reply = await client.post("/classify", {"input": "abc"})
     assert (status, reply["error"]["code"]) == (500, "not_finite")
     assert json.loads(json.dumps(reply))
+
+
+async def judged(context: RoleContext, given: list[str], **settings: Any) -> list[Judgement]:
+    """Verdicts of the task reward_model, by reward workers that find the service in the run's directory."""
+    known = TaskSettings(
+        reward_model=RewardModelConfig(prompt_template="{start}", use_chat_template=False, **settings),
+        reward_service=context.config.service[0],
+        rendezvous=str(context.layout.rendezvous),
+    )
+    environment, tasks = {VARIABLE: known.model_dump_json()}, ["reward_model"]
+    async with RewardPool(2, PATIENCE_S, preload_tasks=tasks, environment=environment, batch_size=32) as pool:
+        return await asyncio.gather(
+            *(pool.judge("reward_model", text[1:], json.dumps({"start": text[0]})) for text in given)
+        )
+
+
+@pytest.mark.starts
+async def test_rewards_of_a_run_are_the_scores_that_transformers_computes(tmp_path: Path) -> None:
+    model, given = make_tiny_classifier(tmp_path / "model", num_labels=3), texts(200)
+    reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+    tokenizer = make_character_tokenizer()
+    with torch.no_grad():
+        logits = np.stack([reference(torch.tensor([tokenizer.encode(text)])).logits[0].numpy() for text in given])
+    context = context_of(tmp_path, model, "reward")
+    async with client_of(context):
+        found = await judged(context, given, label="LABEL_2", scale=2.0, shift=1.0)
+    assert {each.failure for each in found} == {""}
+    worst = np.abs(np.array([each.reward for each in found]) - (2 * logits[:, 2] + 1)).max()
+    assert worst < 1e-3 * 2 * (logits[:, 2].max() - logits[:, 2].min())
+
+
+@pytest.mark.starts
+async def test_steps_of_a_run_earn_what_transformers_computes(tmp_path: Path) -> None:
+    model = make_tiny_classifier(tmp_path / "model", num_labels=2, per_token=True)
+    reference = AutoModelForTokenClassification.from_pretrained(model, dtype=torch.float32)
+    tokenizer, draw = make_character_tokenizer(), random.Random(7)
+    given = [
+        "a" + "+".join("".join(draw.choices("abc123", k=9)) for _ in range(1 + number % 4)) for number in range(40)
+    ]
+    context = context_of(tmp_path, model, "reward")
+    how = {"label": "1", "activation": "softmax", "step_separator": "+", "step_token": "=", "step_reduction": "mean"}
+    async with client_of(context):
+        found = await judged(context, given, **how)
+    for text, each in zip(given, found, strict=True):
+        ids = tokenizer.encode(text.replace("+", "=") + "=")
+        with torch.no_grad():
+            scores = torch.softmax(reference(torch.tensor([ids])).logits[0], -1)[:, 1].tolist()
+        steps = [scores[place] for place, token in enumerate(ids) if token == tokenizer.encode("=")[0]]
+        assert each.reward == pytest.approx(sum(steps) / len(steps), abs=1e-4)
+        assert sum(each.rewards_at.values()) == pytest.approx(each.reward)
+        assert [*each.rewards_at] == [place for place, at in enumerate(text) if at == "+"] + [len(text) - 1]
