@@ -451,6 +451,7 @@ def output_of(*words: str) -> str:
 STATE_BYTES = 12  # a parameter: master and two moments in float32
 AVERAGE_BYTES = 4
 TOKEN_BYTES = 12  # of a rollout in a segment before compression: token, log-probability, version
+TEACHER_BYTES, LIKELY_BYTES = 4, 8  # its log-probability under a teacher; each of the teacher's most likely tokens
 INODES = 2_000  # files of a run: checkpoints of some ranks, segments, logs, metrics; rounded up
 _TIGHT = 2.0  # times the forecast
 
@@ -485,7 +486,13 @@ def forecast(config: Config) -> Forecast:
     states = STATE_BYTES * (2 if config.has_critic else 1) + (AVERAGE_BYTES if config.trainer.ema_decay != "off" else 0)
     each = None if parameters is None else parameters * (states + ELEMENT_BYTES[config.model.dtype])
     checkpoints = None if each is None else each * (config.checkpoint.keep + 1)
-    return Forecast(checkpoints, rollouts * tokens * TOKEN_BYTES)
+    return Forecast(checkpoints, rollouts * tokens * _token_bytes(config))
+
+
+def _token_bytes(config: Config) -> int:
+    algorithm = config.algorithm
+    likely = algorithm.teacher_top_k if algorithm.forward_kl_coefficient > 0 else 0
+    return TOKEN_BYTES + (TEACHER_BYTES + LIKELY_BYTES * likely if algorithm.asks_teachers else 0)
 
 
 def _num_parameters(file: Path) -> int | None:

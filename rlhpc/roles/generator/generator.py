@@ -329,12 +329,13 @@ class Generator:
     def _capacity(self) -> int:
         """Number of samples to hold: one group more than fit, so that finished sequences are replaced at once.
 
+        Those that wait for a verdict or a teacher do not count: sampling goes on meanwhile, as far as slots are free.
         0 while the engine has no complete weights.
         """
         fits, config = self._engine.capacity_samples, self._context.config
         if all(dataset.environment == AGENT for dataset in config.data):
             fits = min(fits, config.agent.max_sessions)  # a rollout that waits for its agent makes no progress
-        return fits + config.largest_group if fits else 0
+        return fits + config.largest_group + self._sampling.num_sampled if fits else 0
 
     async def leave(self, control: ClientChannel) -> None:
         """Hand back unfinished rollouts: the run continues without this generator, or a checkpoint keeps them."""

@@ -290,6 +290,11 @@ class Sampling:
         return len(self._tasks)
 
     @property
+    def num_sampled(self) -> int:
+        """Rollouts whose sampling is over and which wait for a verdict or a teacher; the engine has room for others."""
+        return len(self._sampled)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second of rollouts finished in the last seconds."""
         return self._rate.per_second(self._now())

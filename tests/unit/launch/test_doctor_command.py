@@ -88,6 +88,11 @@ def test_the_forecast_counts_checkpoints_kept_the_one_in_work_and_what_else_they
     assert plain.rollout_bytes == 200 * 12 * 8 * (12 + 52) * 12
     assert averaged.checkpoint_bytes == plain.checkpoint_bytes * (12 + 4 + 2) // (12 + 2)
     assert judged.checkpoint_bytes == 4 * (12 + 12 + 2) * num_parameters
+    teacher = ('service=[{name="big", kind="teacher", path="/models/big"}]', "admission.active_sampling=false")
+    likely = ("algorithm.forward_kl_coefficient=0.1", "algorithm.teacher_top_k=5")
+    for more, num_bytes in (((), 4), (likely, 4 + 5 * 8)):
+        taught = forecast(config_of(*keys, *teacher, "algorithm.advantage=distillation", *more))
+        assert taught.rollout_bytes == plain.rollout_bytes * (12 + num_bytes) // 12
     findings = check_space(tmp_path, forecast(config_of("model.path=/nowhere")))
     assert [finding.verdict for finding in findings if finding.key == "room: forecast"] == ["warn"]
 

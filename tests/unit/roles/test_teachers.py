@@ -20,13 +20,17 @@ import pytest
 from aiohttp import web
 
 from launch.view.status import teacher_lines
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash
 from rlhpc.config.rules import Config
 from rlhpc.protocol.types import Rollout, TeacherScores, Verdict
 from rlhpc.rewards.outcomes import TEACHER_PREFIX, by_task
 from rlhpc.roles.controller.recorder import teacher_service_figures
 from rlhpc.roles.generator import teachers
+from rlhpc.roles.generator.generator import Generator as RoleGenerator
 from rlhpc.roles.generator.sampling import Sampling
 from rlhpc.roles.generator.teachers import TeacherFailed, Teachers
+from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.weights.buckets import make_manifest
 from tests import build
 from tests.engines.scripted_engine import Script, ScriptedEngine
@@ -415,6 +419,21 @@ async def test_a_teacher_is_waited_for_over_sessions_and_meanwhile_others_are_sa
         assert scored.teacher is not None
         assert len(server.asked) == 2
         await second.end(generator.sampling)
+
+
+async def test_rollouts_that_wait_for_a_teacher_take_no_room_from_others(tmp_path: Path) -> None:
+    async with TeacherServer(*[silence] * 9).running() as server, generating(tmp_path) as generator:
+        server.publish(generator.rendezvous)
+        session, config = Session(), taught_config()
+        context = RoleContext("generator", 0, 1, 0, None, "first", RunLayout(tmp_path), config, config_hash(config))
+        await session.begin(generator.sampling)
+        beat = RoleGenerator(context, generator.engine, generator.sampling, session.client, session.rpc).heartbeat
+        before = beat().capacity_samples
+        generator.sampling.start(lease_of(0, 1))
+        await until(lambda: len(server.asked) == 2)
+        assert beat().capacity_samples == before + 2
+        assert beat().metrics["teacher:waiting:larger"] == 2
+        await session.end(generator.sampling)
 
 
 @pytest.mark.parametrize("is_whole_group", [True, False])
