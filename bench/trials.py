@@ -9,18 +9,22 @@
                                                  `rlhpc stop`, some a second time; then resumed, and stopped again
     python -m bench.trials controller-stops      the same for the controller alone, in this process, on a disk that is
                                                  slow at random: its threads are in the middle of a write
+    python -m bench.trials services --trials 50  teacher, judge or reward model of a run is killed, or stands still for
+                                                 up to 25 s, at a random instant; what each had to say of a rollout is
+                                                 there in the end, and right
     python -m bench.trials disk-errors --trials 40 --seconds 10
                                                  every call below the run directory, or one kind of calls, fails for so
                                                  long from a random instant on, the run's start and its end included
 
-Exit status 1 if a process was left, a group was lost, trained twice, or trained on by two timelines, or a stop did not
-end with 0 and a clean audit.
+Exit status 1 if a process was left, a group was lost, trained twice, or trained on by two timelines, a service's answer
+is missing or wrong, or a stop did not end with 0 and a clean audit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -47,8 +51,12 @@ from launch.verify.evidence import Depth
 from launch.view.standing import Queue, State, find_runs, standing_of
 from rlhpc.base.patience import Deadline
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.segments import read_rollouts_directory
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.protocol.types import FinishReason, Verdict
 from rlhpc.training.checkpoint_directory import KnownCheckpoints
 from tests.faults.refusing_disk import ERRORS, KINDS, RefusingDisk
+from tests.ring.ring_rewards import parity
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
 from tests.simulator.real_time import Attempted, RealTime, WatchedDisk
@@ -364,7 +372,88 @@ def disk_errors(trial: Trial) -> int:
     return failures
 
 
+GRADE = 7  # of every completion, by the judge
+
+
+def services(trial: Trial) -> int:
+    """SIGKILL of a service's process, or SIGSTOP and later SIGCONT; one run all the way, stopped at the end."""
+    name, failures, layout = "served", 0, trial.lab.layout("served")
+    run_file = trial.lab.run_file(
+        name,
+        run=ENDLESS,
+        data={"task": "mixed"},
+        service=[
+            {"name": "teacher", "kind": "teacher", "path": _served(trial.lab, "teacher"), "replicas": 2},
+            {"name": "judge", "kind": "judge", "path": _served(trial.lab, "judge", reply=f"Grade: {GRADE}")},
+        ],
+        judge={"service": "judge", "cache": False},
+        algorithm={"distillation_coefficient": 0.5},
+        admission={"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "active_sampling": False},
+        transport={"dead_after_s": 15.0},
+    )
+    parts = f'{{odd="{SLOW["task"]}",judge="llm_judge"}}'
+    with Run(run_file, layout, f'composite={{mixed={{tasks={parts},correct="odd"}}}}') as run:
+        for number in range(trial.num_trials):
+            went_on = _wait_for_a_step(run)
+            time.sleep(trial.chance.choice((1.0, 6.0)) * trial.chance.random())
+            victims = [each for each in run.survivors() if "--service" in each.cmdline()]
+            victims = [each for each in victims if "rlhpc.roles" in each.cmdline()]
+            if not victims or not went_on:
+                print(f"service {number}: no step, or no service lives\n{run.story()}", flush=True)
+                return failures + 1
+            victim = trial.chance.choice(victims)
+            words = victim.cmdline()
+            who = f"{words[words.index('--service') + 1]} (service-{words[words.index('--replica') + 1]})"
+            paused_s = trial.chance.choice((0.0, 0.0, 1.0, 6.0, 25.0))
+            began = time.monotonic()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if paused_s:
+                    victim.suspend()
+                    time.sleep(paused_s)
+                    victim.resume()
+                else:
+                    victim.kill()
+            went_on = _wait_for_a_step(run)
+            failures += not went_on
+            how = f"stood still for {paused_s:g} s" if paused_s else "killed"
+            next_s = time.monotonic() - began
+            print(f"service {number}: {who} {how}, next step {next_s:.1f} s later, {run.status()['step']}", flush=True)
+        run.interrupt(signal.SIGTERM)
+        status = run.finish(300.0)
+        failures += status != 0 or "attempt 1 begins" in run.output
+    problem = _audited(layout) or _unserved(layout, trial.lab)
+    print(problem or "every rollout has its teacher's scores and the judge's grade, and the audit is clean")
+    return failures + bool(problem)
+
+
+def _served(lab: Lab, name: str, **script: object) -> str:
+    """Copy the lab's model for a service, with a script of its own."""
+    copied = Path(shutil.copytree(lab.model, lab.root / name)) / "config.json"
+    copied.write_text(json.dumps(json.loads(copied.read_text()) | {"scripted_engine": script}))
+    return str(copied.parent)
+
+
+def _unserved(layout: RunLayout, lab: Lab) -> str:
+    """Return what a service has said wrongly, or not at all, of the rollouts of a run; "": nothing."""
+    decode, of_token, num = PromptTokenizer(lab.model).decode_completion, dict[int, float](), 0
+    for resolved in read_rollouts_directory(layout.rollouts):
+        for member in resolved.group.members:
+            rollout, num = member.rollout, num + 1
+            text = decode(rollout.token_ids, has_ended=rollout.finish_reason is FinishReason.STOP)
+            wanted = parity(text, "").reward + GRADE / 10
+            if member.verdict is Verdict.VERIFIER_ERROR or abs(member.reward - wanted) > 1e-9:
+                return f"{rollout.group_id}:{rollout.sample_index}: {member.verdict} {member.reward}, not {wanted}"
+            if member.teacher is None or len(member.teacher.logprobs) != len(rollout.token_ids):
+                return f"{rollout.group_id}:{rollout.sample_index}: without its teacher's scores"
+            for token, logprob in zip(rollout.token_ids.tolist(), member.teacher.logprobs.tolist(), strict=True):
+                if of_token.setdefault(token, logprob) != logprob:  # the scripted engine's table has no context
+                    return f"{rollout.group_id}:{rollout.sample_index}: token {token}: {logprob}"
+    print(f"{num} rollouts in segments")
+    return "" if num else "no rollout"
+
+
 TRIALS: dict[str, Callable[[Trial], int]] = {
+    "services": services,
     "disk-errors": disk_errors,
     "orphans": orphans,
     "zombies": zombies,

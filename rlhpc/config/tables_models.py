@@ -61,8 +61,8 @@ class ServiceConfig(Section):
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, STARTED] = None
     """Type of its weights; none: model.dtype."""
     max_tokens: Annotated[Positive | None, USUAL_TOKENS, STARTED] = None
-    """Tokens of a request and its reply, at most; none: for a teacher those of the policy's longest rollout, for others
-    twice as many."""
+    """Tokens of a request and its reply, at most; none: for a teacher those of the policy's longest rollout; for others
+    twice as many and 4,096 more, for a judge also judge.max_tokens, or what the model has positions for."""
     max_num_seqs: Annotated[Positive, Usual(1, 4096, "it is in sequences"), STARTED] = 64
     """Requests that a replica computes at once; further ones wait."""
     kv_cache_bytes: Annotated[Positive | None, Usual(1e6, 1e13, BYTES), STARTED] = None

@@ -74,6 +74,7 @@ async def start_pooling_engine(config: Config, *, seed: int) -> PoolingEngine:
     return await VllmPoolingEngine.start(config, seed=seed)
 
 
+TEMPLATE_TOKENS = 4096  # room for what a judge or a reward model is told beside a completion
 TEACHER_BATCHED_TOKENS = 2048  # of a step: their logits are held in float32, and a copy
 REWARD_BATCHED_TOKENS = 8192
 
@@ -87,7 +88,8 @@ def service_settings(config: Config, service: ServiceConfig) -> Config:
     assert service.path is not None, "it is started by others"
     is_teacher, path = service.kind == "teacher", service.path
     samples = service.kind != "reward"
-    longest = service.max_tokens or config.generation.max_tokens * (1 if is_teacher else 2)
+    rollout, said = config.generation.max_tokens, config.judge.max_tokens if service.kind == "judge" else 0
+    longest = service.max_tokens or (rollout if is_teacher else 2 * rollout + TEMPLATE_TOKENS + said)
     longest += is_teacher
     if service.max_tokens is None:
         longest = min(longest, model_number(path, "max_position_embeddings") or longest)
