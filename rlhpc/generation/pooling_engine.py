@@ -42,13 +42,14 @@ class VllmPoolingEngine(PoolingEngine):
         self._is_closed = False
 
     @classmethod
-    async def start(cls, config: Config, *, seed: int) -> VllmPoolingEngine:
+    async def start(cls, config: Config, *, seed: int, is_apart: bool = False) -> VllmPoolingEngine:
         """Start vLLM on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
 
+        is_apart: in a process of its own, which is always so on CUDA.
         Sets environment variables of this process.  Raises EngineError and leaves no process behind.
         """
         _refuse_other_models(config)
-        profile = engine_profile(config, seed=seed, device=device_here())
+        profile = engine_profile(config, seed=seed, device=device_here(), is_apart=is_apart)
         engine = cls(*start_vllm(replace(profile, engine_args=profile.engine_args | {"runner": "pooling"})))
         try:
             await engine._llm.collective_rpc("rlhpc_follow_parent", (os.getpid(),))

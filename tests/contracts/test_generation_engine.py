@@ -683,6 +683,12 @@ async def test_rows_are_scored_side_by_side_with_the_most_likely_tokens_in_each_
         assert all(len(set(ids)) == top_k for ids in score.top.token_ids[1:].tolist())
     with pytest.raises(ValueError, match="100000 of "):
         await subject.engine.score(LONG_PROMPT[:9], 100_000)
+    if isinstance(subject, VllmSubject):
+        with pytest.raises(ValueError, match=r"length|long"):  # a caller's mistake, of which the engine does not die
+            await subject.engine.generate(request_of(0, prompt=np.full(MAX_TOKENS + 193, 9, np.int32)))
+        with pytest.raises(ValueError, match="more than the engine has room for"):
+            await subject.engine.score(np.full(MAX_TOKENS + 192, 9, np.int32))
+        assert_sampled_by(subject, 12, await subject.engine.generate(request_of(0)))
 
 
 async def test_a_row_is_scored_before_requests_that_wait(subject: Subject) -> None:

@@ -18,12 +18,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash
 from rlhpc.config.tables_models import RewardModelConfig
+from rlhpc.generation.factory import service_settings
+from rlhpc.generation.pooling_engine import VllmPoolingEngine
 from rlhpc.protocol.errors import EngineError
 from rlhpc.rewards.pool import Judgement, RewardPool
 from rlhpc.rewards.task_settings import VARIABLE, TaskSettings
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.service.models import start_model
 from tests import build
+from tests.contracts.engine_subjects import living_children, remember_strangers
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_character_tokenizer, make_tiny_checkpoint, make_tiny_classifier
 from tests.unit.roles.test_service import Client, client_of
@@ -143,6 +146,34 @@ async def test_a_process_reward_model_scores_every_token_as_transformers_does(tm
         scores = np.asarray(reply["data"][0]["data"])
         assert scores.shape == (len(text), 2)
         assert np.abs(scores - wanted).max() < 1e-3 * (wanted.max() - wanted.min())
+
+
+@pytest.mark.long
+async def test_a_pooling_engine_in_a_process_of_its_own_scores_alike_and_ends_with_its_caller(tmp_path: Path) -> None:
+    """As on CUDA."""
+    model, rows = make_tiny_classifier(tmp_path / "model", num_labels=2), [[10, 11, 12], [40] * 70, [99, 4]]
+    reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+    context = context_of(tmp_path, model, "reward")
+    remember_strangers()
+    settings = service_settings(context.config, context.config.service[0])
+    engine = await VllmPoolingEngine.start(settings, seed=0, is_apart=True)
+    try:
+        assert living_children()
+        found = await asyncio.gather(*(engine.classify(np.asarray(row, np.int32)) for row in rows))
+        places = await engine.classify_tokens(np.asarray(rows[1], np.int32))
+        with pytest.raises(ValueError, match=r"length|long"):
+            await engine.classify(np.full(5000, 9, np.int32))
+        assert (await engine.classify(np.asarray(rows[0], np.int32))).shape == (2,)
+    finally:
+        await engine.close()
+    assert not living_children()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.classify(np.asarray(rows[0], np.int32))
+    with torch.no_grad():
+        for row, scores in zip(rows, found, strict=True):
+            np.testing.assert_allclose(scores, reference(torch.tensor([row])).logits[0].numpy(), atol=TOLERANCE)
+    assert places.shape == (70, 2)
+    np.testing.assert_allclose(places[-1], found[1], atol=TOLERANCE)
 
 
 async def test_a_reward_service_refuses_a_model_without_a_head(tmp_path: Path) -> None:

@@ -67,8 +67,13 @@ class ServedModel(ABC):
 
 async def start_model(config: Config, service: ServiceConfig, *, replica: int) -> ServedModel:
     """Start the engine of a service; returns when it is ready.  Raises EngineError, ConfigError."""
-    settings = service_settings(config, service)
-    tokenizer = PromptTokenizer(settings.model.path)
+    try:
+        settings = service_settings(config, service)
+        tokenizer = PromptTokenizer(settings.model.path)
+        if service.kind == "judge":
+            tokenizer.chat_template.render([{"role": "user", "content": "Q"}])  # else each chat would be refused
+    except ConfigError as error:  # it speaks of model.path
+        raise ConfigError(f"service.path of {service.name!r}: {error}") from error
     seed = engine_seed(config.run.seed, replica)
     if service.kind == "reward":
         return Classifier(await start_pooling_engine(settings, seed=seed), settings, service.name, tokenizer)
@@ -219,7 +224,6 @@ class ChatModel(_Sampler):
     def __init__(self, engine: GenerationEngine, settings: Config, name: str, tokenizer: PromptTokenizer) -> None:
         super().__init__(engine, settings, name, tokenizer)
         self._serial, self._is_seeded = itertools.count(), settings.has_seeded_samples
-        tokenizer.chat_template.render([{"role": "user", "content": "Q"}])  # raises ConfigError now, not for each chat
         self.routes = {"/v1/chat/completions": self._reply, "/tokenize": self._tokenize}
 
     async def _reply(self, body: dict[str, Any]) -> Answer:

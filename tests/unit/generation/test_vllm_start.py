@@ -16,7 +16,7 @@ from vllm.config.lora import MaxLoRARanks
 
 from rlhpc.config.rules import Config, with_values
 from rlhpc.generation import vllm_engine
-from rlhpc.generation.factory import engine_seed
+from rlhpc.generation.factory import engine_seed, service_settings
 from rlhpc.generation.vllm_engine import EngineSilent, answered, comes
 from rlhpc.generation.vllm_start import CPU_KV_CACHE_BYTES, SEVERAL_WORKERS, WORKER_EXTENSION, card_args, engine_profile
 from rlhpc.models.adapter import ENGINE_RANKS
@@ -43,6 +43,29 @@ def test_on_cpu_one_worker_runs_inside_the_engine_process_and_that_inside_the_ge
     assert profile.environment["OMP_NUM_THREADS"] == "1"
     assert profile.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "gpu_memory_utilization" not in profile.engine_args
+
+
+def test_an_engine_of_a_service_has_the_services_model_and_sizes_and_nothing_of_the_policys(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 200}')
+    sizes = {"kv_cache_bytes": 1 << 30, "tensor_parallel": 2, "max_num_seqs": 40, "dtype": "bfloat16"}
+    services = [{"name": kind, "kind": kind, "path": str(tmp_path), **sizes} for kind in ("teacher", "judge", "reward")]
+    config = with_values(config_with(num_replicas=3), {"lora.rank": 8, "weights.staging": "paused"})
+    config = config.model_copy(update={"service": build.config(service=services).service})
+    wanted = {"teacher": (129, 2048), "judge": (200, 8000), "reward": (200, 8192)}  # longest sequence, tokens of a step
+    for service in config.service:
+        arguments = engine_profile(service_settings(config, service), seed=7, device="cuda").engine_args
+        assert (arguments["model"], arguments["dtype"]) == (str(tmp_path), "bfloat16")
+        assert (arguments["max_model_len"], arguments["max_num_batched_tokens"]) == wanted[service.kind]
+        assert (arguments["tensor_parallel_size"], arguments["max_num_seqs"]) == (2, 40)
+        assert arguments["distributed_executor_backend"] == SEVERAL_WORKERS
+        assert (arguments["kv_cache_memory_bytes"], arguments["gpu_memory_utilization"]) == (1 << 30, 0.01)
+        assert arguments["max_logprobs"] == -1
+        assert "enable_lora" not in arguments
+        assert service_settings(config, service).weights.staging == "auto"
+    given = config.service[0].model_copy(update={"max_tokens": 500, "kv_cache_bytes": None})
+    arguments = engine_profile(service_settings(config, given), seed=7, device="cuda").engine_args
+    assert arguments["max_model_len"] == 501  # as the run file says, whether or not the model has room
+    assert arguments["gpu_memory_utilization"] == 0.9
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (320, 320), (512, 512)])

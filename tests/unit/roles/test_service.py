@@ -473,6 +473,13 @@ async def test_a_service_says_hello_again_as_often_as_it_is_asked_to_and_stops_w
     await asyncio.gather(obeying, return_exceptions=True)
 
 
+async def test_a_judge_without_a_chat_template_does_not_start(tmp_path: Path) -> None:
+    make_tokenizer_files(tmp_path / "model")
+    context = context_of(tmp_path, "judge")
+    with pytest.raises(ConfigError, match=r"service.path of 'helper': model.path=.* has no chat template"):
+        await start_model(context.config, context.config.service[0], replica=0)
+
+
 def test_a_process_without_a_service_says_which_there_are(tmp_path: Path) -> None:
     context = dataclasses.replace(context_of(tmp_path, "judge"), service="nobody")
     with pytest.raises(ConfigError, match="'nobody': this run starts no such service; legal: helper"):
