@@ -373,6 +373,7 @@ def disk_errors(trial: Trial) -> int:
 
 
 GRADE = 7  # of every completion, by the judge
+SCORES = {"7": 0.25, "=": 0.5}  # of a prompt with its completion, by the reward model, if such a text is in it
 
 
 def services(trial: Trial) -> int:
@@ -381,17 +382,18 @@ def services(trial: Trial) -> int:
     run_file = trial.lab.run_file(
         name,
         run=ENDLESS,
-        data={"task": "mixed"},
+        data={"task": "mixed", "reference_field": "*"},
         service=[
             {"name": "teacher", "kind": "teacher", "path": _served(trial.lab, "teacher"), "replicas": 2},
             {"name": "judge", "kind": "judge", "path": _served(trial.lab, "judge", reply=f"Grade: {GRADE}")},
+            {"name": "scorer", "kind": "reward", "path": _served(trial.lab, "scorer", scores=SCORES)},
         ],
         judge={"service": "judge", "cache": False},
         algorithm={"distillation_coefficient": 0.5},
         admission={"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "active_sampling": False},
         transport={"dead_after_s": 15.0},
     )
-    parts = f'{{odd="{SLOW["task"]}",judge="llm_judge"}}'
+    parts = f'{{odd="{SLOW["task"]}",judge="llm_judge",scorer="reward_model"}}'
     with Run(run_file, layout, f'composite={{mixed={{tasks={parts},correct="odd"}}}}') as run:
         for number in range(trial.num_trials):
             went_on = _wait_for_a_step(run)
@@ -422,7 +424,7 @@ def services(trial: Trial) -> int:
         status = run.finish(300.0)
         failures += status != 0 or "attempt 1 begins" in run.output
     problem = _audited(layout) or _unserved(layout, trial.lab)
-    print(problem or "every rollout has its teacher's scores and the judge's grade, and the audit is clean")
+    print(problem or "every rollout has what the services say of it, and the audit is clean")
     return failures + bool(problem)
 
 
@@ -435,12 +437,15 @@ def _served(lab: Lab, name: str, **script: object) -> str:
 
 def _unserved(layout: RunLayout, lab: Lab) -> str:
     """Return what a service has said wrongly, or not at all, of the rollouts of a run; "": nothing."""
-    decode, of_token, num = PromptTokenizer(lab.model).decode_completion, dict[int, float](), 0
+    tokenizer, of_token, num = PromptTokenizer(lab.model), dict[int, float](), 0
     for resolved in read_rollouts_directory(layout.rollouts):
         for member in resolved.group.members:
             rollout, num = member.rollout, num + 1
-            text = decode(rollout.token_ids, has_ended=rollout.finish_reason is FinishReason.STOP)
-            wanted = parity(text, "").reward + GRADE / 10
+            has_ended = rollout.finish_reason is FinishReason.STOP
+            text = tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
+            whole = tokenizer.decode(resolved.group.prompt.token_ids.tolist()) + text
+            score = sum(each for part, each in SCORES.items() if part in whole)
+            wanted = parity(text, "").reward + GRADE / 10 + score
             if member.verdict is Verdict.VERIFIER_ERROR or abs(member.reward - wanted) > 1e-9:
                 return f"{rollout.group_id}:{rollout.sample_index}: {member.verdict} {member.reward}, not {wanted}"
             if member.teacher is None or len(member.teacher.logprobs) != len(rollout.token_ids):
