@@ -207,7 +207,7 @@ async def test_a_judge_says_what_its_script_says(tmp_path: Path) -> None:
 BAD_CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"messages": []}, "a list of at least one"),
     "no role": ({"messages": [{"content": "x"}]}, "messages.0: an object with a role"),
-    "too long": ({"messages": [{"role": "user", "content": "x" * 200}]}, "legal: 119 at most"),
+    "too long": ({"messages": [{"role": "user", "content": "x" * 500}]}, "legal: 511 at most"),
     "hot": ({"temperature": 3}, "legal: 0 to 2"),
     "text": ({"temperature": "0"}, "legal: 0 to 2"),
     "no tokens": ({"max_tokens": 0}, "a whole number from 1"),
@@ -249,7 +249,7 @@ async def test_texts_and_chats_are_tokenised_as_the_model_reads_them(tmp_path: P
         _, prompted = await client.post("/tokenize", {"messages": CHAT})
         _, text = await client.post("/tokenize", {"prompt": "ab"})
         first = text["tokens"][0]
-        assert (text["count"], text["tokens"], text["max_model_len"]) == (2, [first, first + 1], 120)
+        assert (text["count"], text["tokens"], text["max_model_len"]) == (2, [first, first + 1], 512)
         assert prompted["tokens"][: chat["count"]] == chat["tokens"]
         assert prompted["count"] > chat["count"]
         assert (await client.post("/tokenize", {"prompt": "a", "messages": CHAT}))[0] == 400
@@ -285,7 +285,7 @@ BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "empty text": ("/classify", {"input": [""]}, "a text without a token"),
     "mixed": ("/classify", {"input": ["x", 3]}, "a list of token ids"),
     "unknown token": ("/classify", {"input": [VOCABULARY]}, "legal: 0 to"),
-    "too long": ("/classify", {"input": "x" * 121}, "121 tokens; legal: 120 at most"),
+    "too long": ("/classify", {"input": "x" * 513}, "513 tokens; legal: 512 at most"),
     "activation": ("/classify", {"input": "x", "use_activation": 1}, "legal: true or false"),
     "truncation": ("/classify", {"input": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens: not known"),
     "task": ("/pooling", {"input": [9], "task": "embed"}, "legal: classify or token_classify"),
@@ -389,7 +389,8 @@ async def test_clients_that_are_slow_silent_or_gone_disturb_nobody(
 async def test_a_heartbeat_tells_what_is_asked_and_what_was_answered(tmp_path: Path) -> None:
     make_model(tmp_path / "model", token_s=0.01, stop_probability=0.0)
     async with client_of(context_of(tmp_path, "judge", max_num_seqs=2), leave_s=0.0) as client:
-        asked = [asyncio.create_task(client.post("/v1/chat/completions", {"messages": CHAT})) for _ in range(3)]
+        body = {"messages": CHAT, "max_tokens": 80}
+        asked = [asyncio.create_task(client.post("/v1/chat/completions", body)) for _ in range(3)]
         await under_way(client, 3)
         beat = client.endpoint.heartbeat()
         assert (beat.state, beat.waits_for, beat.policy_version) == ("running", "", -1)
@@ -397,7 +398,7 @@ async def test_a_heartbeat_tells_what_is_asked_and_what_was_answered(tmp_path: P
         assert all(status == 200 for status, _ in await asyncio.gather(*asked))
         beat = client.endpoint.heartbeat()
         assert (beat.waits_for, beat.metrics["running"], beat.metrics["answered"]) == ("requests", 0.0, 3.0)
-        assert beat.metrics["tokens"] > 300
+        assert beat.metrics["tokens"] > 3 * 80
 
 
 async def test_a_service_that_leaves_ends_what_it_has_begun_and_refuses_the_rest(tmp_path: Path) -> None:
