@@ -392,12 +392,10 @@ def _row(role: dict[str, Any]) -> str:
 
 def _row_of_service(role: dict[str, Any]) -> str:
     """Row of a process of a service, with its load: its weights have no version."""
-    running, waiting, answered = (
-        int(role["metrics"].get(f"requests_{each}", 0)) for each in ("running", "waiting", "answered")
-    )
+    running, waiting, answered = (int(role["metrics"].get(each, 0)) for each in ("running", "waiting", "answered"))
     kind = f" ({role['kind']})" if role.get("kind", role["service"]) != role["service"] else ""
     load = f"{role['service']}{kind}: {waiting} waiting, {answered} answered"
-    waits_for = f"; {role['waits_for']}" if role["waits_for"] else ""
+    waits_for = f"; waits for {role['waits_for']}" if role["waits_for"] else ""
     holds = running + waiting
     return f"{role['name']:<14}{role['state']:<12}{'-':>8}  {holds:>6}  {role['silent_s']:>6.1f}s  {load}{waits_for}"
 

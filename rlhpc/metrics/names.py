@@ -54,8 +54,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         # Models beside the policy ([[service]]), by the name of the service; summed over its living processes.
         "service_requests_running/*": Metric("requests", "that this service computes"),
         "service_requests_waiting/*": Metric("requests", "that wait at this service"),
-        "service_requests_per_s/*": Metric("requests/s", "answered by this service"),
-        "service_tokens_per_s/*": Metric("tokens/s", "of requests and replies, by this service"),
+        "service_requests_per_s/*": Metric("requests/s", "answered by this service since the previous step"),
+        "service_tokens_per_s/*": Metric("tokens/s", "of its requests and replies, since the previous step"),
         # Groups.
         "group/all_correct_share": Metric("share", "recently finished groups, rewards equal and answers correct"),
         "group/all_wrong_share": Metric("share", "recently finished groups, rewards equal and answers wrong"),

@@ -236,14 +236,6 @@ class ProcessRegistry:
                     found[metric] = found.get(metric, 0.0) + value
         return found
 
-    def by_service(self, metric: str) -> dict[str, float]:
-        """Sum of one heartbeat metric over the processes of each service, by its name."""
-        found: dict[str, float] = {}
-        for name in self.names("service"):
-            member = self._members[name]
-            found[member.hello.service] = found.get(member.hello.service, 0.0) + member.beat.metrics.get(metric, 0.0)
-        return found
-
     def report(self) -> list[dict[str, Any]]:
         """One row per process, for status.json."""
         now = self._clock()

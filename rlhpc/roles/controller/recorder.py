@@ -50,8 +50,6 @@ from rlhpc.roles.lifecycle import RoleContext
 # Input: StepRecord and the rollouts since the previous step.  Output: scalars.  No decision depends on them.
 
 
-# Metrics in heartbeats of services.
-SERVICE_FIGURES = ("requests_running", "requests_waiting", "requests_per_s", "tokens_per_s")
 # Names in the trainer's report → names in the table; every other name is the loss's own.
 _REPORTED = {
     "loss": "trainer/loss",
@@ -308,7 +306,7 @@ class RunRecorder(StepRecorder[_Unwritten]):
         super().__init__(context, state.totals, live, lane, clock, step=state.step)
         self._ledger, self._prompts, self._tokenizer = state.ledger, state.prompts, state.tokenizer
         self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
-        self._channels, self._generators = channels, GeneratorMeter(registry)
+        self._channels, self._generators, self._services = channels, GeneratorMeter(registry), ServiceMeter(registry)
         self._generated = Rate(RATE_WINDOW_S, clock())
         live.step, live.version = state.step, state.policy_version
         self._show_totals()
@@ -419,20 +417,12 @@ class RunRecorder(StepRecorder[_Unwritten]):
             "reward/worker_restarts": self._registry.total("restarts", "reward"),
             "reward/retries": self._registry.total("reward_retries", "generator"),
             **verifier_figures(by_task(self._registry.totals(PREFIX, "reward", "generator"))),
-            **self._of_services(),
+            **self._services.look(),
             **teacher_service_figures(by_task(self._registry.totals(TEACHER_PREFIX, "generator"), TEACHER_PREFIX)),
             "transport/lost_total": float(sum(one.messages_lost for one in channels)),
             "transport/rejected_total": float(sum(one.messages_rejected for one in channels)),
             "transport/denied_total": float(sum(one.connections_denied for one in channels)),
             "event_loop/lag_s": self.lag.take(),
-        }
-
-    def _of_services(self) -> dict[str, float]:
-        """Load of each [[service]], summed over its processes."""
-        return {
-            f"service_{figure}/{name}": value
-            for figure in SERVICE_FIGURES
-            for name, value in self._registry.by_service(figure).items()
         }
 
     def _samples(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
@@ -586,6 +576,38 @@ class _Reading:
     busy_s: float
     decoding_s: float
     num_tokens: float
+
+
+class ServiceMeter:
+    """Measures the load of each [[service]], summed over its processes, by heartbeats.
+
+    Counters start at 0 with every incarnation; the first reading of an incarnation counts nothing.
+    """
+
+    def __init__(self, registry: ProcessRegistry) -> None:
+        self._registry = registry
+        self._last: dict[str, tuple[str, float, dict[str, float]]] = {}  # incarnation, when, metrics
+
+    def look(self) -> dict[str, float]:
+        """Return the figures by their stable names: requests now, and rates since the previous reading."""
+        found: dict[str, float] = {}
+        for name in self._registry.names("service"):
+            member = self._registry.member(name)
+            if member is None:
+                continue
+            metrics, incarnation = member.beat.metrics, member.hello.incarnation
+            figures = {"requests_running": metrics.get("running", 0.0), "requests_waiting": metrics.get("waiting", 0.0)}
+            was, since, before = self._last.get(name, ("", 0.0, {}))
+            seconds = member.heard_at - since if was == incarnation else 0.0
+            for figure, counter in (("requests_per_s", "answered"), ("tokens_per_s", "tokens")):
+                growth = metrics.get(counter, 0.0) - before.get(counter, 0.0)
+                figures[figure] = growth / seconds if seconds > 0 else 0.0
+            if seconds > 0 or was != incarnation:
+                self._last[name] = (incarnation, member.heard_at, dict(metrics))
+            for figure, value in figures.items():
+                key = f"service_{figure}/{member.hello.service}"
+                found[key] = found.get(key, 0.0) + value
+        return found
 
 
 class GeneratorMeter:

@@ -241,8 +241,8 @@ def _loss(row: Mapping[str, Any]) -> dict[str, Any]:
     if row["state"] == "draining":
         return {"event": "left", "name": row["name"], "text": "it had said that it leaves"}
     was = f"waited for {row['waits_for']}" if row["waits_for"] else f"was {row['state']}"
-    running, requests = (row["metrics"].get(each, 0.0) for each in ("running", "requests_running"))
-    held = f" with {running:.0f} rollouts" if running else f" with {requests:.0f} requests" if requests else ""
+    running = row["metrics"].get("running", 0.0)
+    held = f" with {running:.0f} {'requests' if 'service' in row else 'rollouts'}" if running else ""
     text = f"{_service_of(row)}no sign of life for {row['silent_s']:.1f} s; it {was}{held}"
     return {"event": "lost", "name": row["name"], "text": text}
 
