@@ -29,6 +29,7 @@ from launch.checks.memory_plan import (
     plan_engine,
     plan_memory,
 )
+from launch.checks.services import service_memory_lines
 from launch.plan.gpu_map import EVALUATING, GpuMap
 from launch.plan.site_file import GPU_MEMORY_GIB, GpuConfig, Site, load_site
 from rlhpc.config.rules import Config, obeys_rules, with_values
@@ -366,10 +367,10 @@ def judge_devices(
 
 
 def _holders(gpus: GpuMap) -> dict[str, list[str]]:
-    """GPU → processes on it; an evaluation with GPUs of its own has a generator's engine."""
+    """GPU → processes on it; an evaluation with GPUs of its own has a generator's engine, services are judged apart."""
     holders: dict[str, list[str]] = {}
     for process, words in gpus.devices.items():
-        for word in words if process != EVALUATING else ():
+        for word in words if process != EVALUATING and not process.startswith("service-") else ():
             holders.setdefault(word, []).append(process)
     return holders
 
@@ -535,6 +536,20 @@ def memory_report(
     gpus, memory_gib: the GPUs of each process on this machine, and their sizes; used without a site.
     """
     site = load_site(site_file) if site_file else None
+    of_run = _memory_of_run(config, model, shape, site, site_file, gpus, memory_gib)
+    return "\n".join([of_run, *service_memory_lines(config, gpus, memory_gib, site, site_file)])
+
+
+def _memory_of_run(
+    config: Config,
+    model: Mapping[str, Any],
+    shape: ModelShape | None,
+    site: Site | None,
+    site_file: Path | None,
+    gpus: GpuMap,
+    memory_gib: Mapping[str, float],
+) -> str:
+    """Lines about trainer and generators."""
     if shape is None:
         return f"memory      not known for model_type={model.get('model_type')!r}"
     plan = plan_memory(config, shape)

@@ -16,6 +16,7 @@ from typing import Any
 
 from launch.checks.memory_verdict import refuse_small_cache, refuse_unfit_ranks
 from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
+from launch.checks.services import refuse_unfit_services
 from launch.checks.teachers import asked_teachers, refuse_unfit_teachers
 from launch.common.text import counted, printable_line
 from rlhpc.base.run_directory import RunLayout
@@ -225,6 +226,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     _refuse_unfit_engine(config, model, shape)
     if shape is not None and config.lora.rank:
         _refuse_unfit_adapters(config, model, shape)
+    refuse_unfit_services(config)
     if roles_run_here:
         require_parts(config)
     for key, path in config.algorithm.own_formulas:  # tried by the trainer, when the run starts

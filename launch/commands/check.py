@@ -21,6 +21,7 @@ from launch.checks.preflight import (
     stage_of,
     stop_tokens,
 )
+from launch.checks.services import unreachable
 from launch.checks.teachers import teacher_warnings
 from launch.commands.arguments import refuse_missing
 from launch.common.text import counted
@@ -84,6 +85,7 @@ def _check_run_file(options: argparse.Namespace) -> int:
         odd = [
             *biases(config),
             *odd,
+            *(f"warning     {line}" for line in unreachable([each for each in config.service if each.kind != "teacher"])),
             *doubtful(config, num_cores=None if options.site else len(os.sched_getaffinity(0))),
         ]
     print("\n".join([*own, *sandbox, *evaluations, memory, *software, *odd]))
