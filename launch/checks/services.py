@@ -43,40 +43,45 @@ def refuse_unfit_services(config: Config) -> None:
     tensor_parallel that does not divide the model; a KV cache too small for one sequence.
     """
     for service in config.started_services:
-        _refuse_unfit(config, service)
+        _refuse_unfit(config, service, _key_of(config, service))
 
 
-def _refuse_unfit(config: Config, service: ServiceConfig) -> None:
+def _key_of(config: Config, service: ServiceConfig) -> str:
+    """Key of a service's table in messages: "service", of several "service.0"."""
+    return "service" if len(config.service) == 1 else f"service.{config.service.index(service)}"
+
+
+def _refuse_unfit(config: Config, service: ServiceConfig, key: str) -> None:
     assert service.path is not None, "it is started by others"
-    name, place = f"[[service]] {service.name}", service.path / "config.json"
-    model = read_model(service.path, f"{name}: path")
+    place = service.path / "config.json"
+    model = read_model(service.path, f"{key}.path")
     architectures = [str(each) for each in model.get("architectures") or ()]
     scores = any(each.endswith(SCORING) for each in architectures)
     if architectures and scores != (service.kind == "reward"):
         legal = f"legal: one that ends in {', '.join(SCORING)}" if service.kind == "reward" else "legal: one for text"
         wants = "a head that scores" if service.kind == "reward" else "a language model"
-        raise ConfigError(f"{name}: kind={service.kind!r} needs {wants}, and {place} has {architectures[0]}; {legal}")
+        raise ConfigError(f"{key}.kind={service.kind!r} needs {wants}, and {place} has {architectures[0]}; {legal}")
     tokenizer = PromptTokenizer(service.path)
     refuse_other_vocabulary(model, place, tokenizer.num_words, ())
     if service.kind == "judge":
         tokenizer.chat_template.render([{"role": "user", "content": "Q"}])  # raises ConfigError: there is none
     if config.generation.engine == "vllm":
-        _refuse_unfit_engine(config, service, model)
+        _refuse_unfit_engine(config, service, model, key)
 
 
-def _refuse_unfit_engine(config: Config, service: ServiceConfig, model: Mapping[str, Any]) -> None:
-    shape, name = _shape_of(service), f"[[service]] {service.name}"
+def _refuse_unfit_engine(config: Config, service: ServiceConfig, model: Mapping[str, Any], key: str) -> None:
+    shape = _shape_of(service)
     if shape is None:
         return
     if size := indivisible(shape, service.tensor_parallel):
         raise ConfigError(
-            f"{name}: tensor_parallel={service.tensor_parallel} does not divide {size} of its model "
+            f"{key}.tensor_parallel={service.tensor_parallel} does not divide {size} of its model "
             f"({model.get('model_type')}); legal: {', '.join(map(str, legal_ranks(shape)))}"
         )
     least = least_cache_bytes(service_settings(config, service), shape)
     if service.kv_cache_bytes is not None and service.kv_cache_bytes < least:
         raise ConfigError(
-            f"{name}: kv_cache_bytes={service.kv_cache_bytes} cannot hold one sequence of max_tokens; legal: {least} "
+            f"{key}.kv_cache_bytes={service.kv_cache_bytes} cannot hold one sequence of max_tokens; legal: {least} "
             "or more"
         )
 
@@ -85,7 +90,7 @@ def _shape_of(service: ServiceConfig) -> ModelShape | None:
     """Shape of a started service's model; None for an unknown family.  Raises ConfigError."""
     assert service.path is not None, "it is started by others"
     try:
-        return ModelShape.of(read_model(service.path, f"[[service]] {service.name}: path"))
+        return ModelShape.of(read_model(service.path, "service.path"))
     except KeyError as error:
         raise ConfigError(f"{service.path / 'config.json'}: no {error}") from error
 

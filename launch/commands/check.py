@@ -85,7 +85,10 @@ def _check_run_file(options: argparse.Namespace) -> int:
         odd = [
             *biases(config),
             *odd,
-            *(f"warning     {line}" for line in unreachable([each for each in config.service if each.kind != "teacher"])),
+            *(
+                f"warning     {line}"
+                for line in unreachable([each for each in config.service if each.kind != "teacher"])
+            ),
             *doubtful(config, num_cores=None if options.site else len(os.sched_getaffinity(0))),
         ]
     print("\n".join([*own, *sandbox, *evaluations, memory, *software, *odd]))

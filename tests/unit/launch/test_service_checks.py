@@ -76,14 +76,14 @@ def spoil(model: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "keys", "words"),
     [
-        ("no directory", {}, "[[service]] big: path='{model}': no such directory; legal: an HF checkpoint directory"),
-        ("no weights", {}, "[[service]] big: path='{model}': not a complete HF checkpoint: *.safetensors missing"),
+        ("no directory", {}, "service.path='{model}': no such directory; legal: an HF checkpoint directory"),
+        ("no weights", {}, "service.path='{model}': not a complete HF checkpoint: *.safetensors missing"),
         ("no template", {"kind": "judge"}, "chat template"),
         ("small vocabulary", {}, "they belong to different models"),
-        ("", {"kind": "reward"}, "[[service]] big: kind='reward' needs a head that scores, and {model}/config.json has "
+        ("", {"kind": "reward"}, "service.kind='reward' needs a head that scores, and {model}/config.json has "
                                  "Qwen2ForCausalLM; legal: one that ends in ForSequenceClassification"),
-        ("", {"tensor_parallel": 3}, "[[service]] big: tensor_parallel=3 does not divide num_attention_heads=28"),
-        ("", {"kv_cache_bytes": 1000}, "[[service]] big: kv_cache_bytes=1000 cannot hold one sequence of max_tokens"),
+        ("", {"tensor_parallel": 3}, "service.tensor_parallel=3 does not divide num_attention_heads=28"),
+        ("", {"kv_cache_bytes": 1000}, "service.kv_cache_bytes=1000 cannot hold one sequence of max_tokens"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_that_cannot_serve_is_refused(what: str, keys: dict[str, Any], words: str, model: Path) -> None:
