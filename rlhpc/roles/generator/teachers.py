@@ -18,9 +18,10 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ LONGEST_LOOK_S = 1.0  # between two looks at a request under way
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # after an attempt without an answer; doubles
 HANGS_AFTER = 0.25  # of the patience: a replica that is silent for so long, while another one answers
 CONNECT_S = 30.0
+TOLD_EVERY_S = 60.0  # that it does not answer, in the log
 MOST_CONNECTIONS = 256  # of a generator; further requests wait for one
 BYTES_PER_ENTRY = 1000  # of a reply, at most, for a token and its log-probability
 READ_TOKENS = 1024  # of a reply are read before other tasks have their turn
@@ -182,11 +184,11 @@ class _Patience:
         await asyncio.wait((task,), timeout=seconds)
         self.passed_s += min(self._now() - before, 2 * seconds)
 
-    async def pause(self, seconds: float) -> None:
-        """Sleep for so long, or until the patience is over."""
+    async def pause(self, seconds: float, is_enough: Callable[[], bool]) -> None:
+        """Sleep for so long, or until it is enough, or the patience is over."""
         end = self.passed_s + seconds
         nothing = asyncio.get_running_loop().create_future()
-        while not self.is_over and self.passed_s < end:
+        while not self.is_over and self.passed_s < end and not is_enough():
             await self.wait(nothing, min(self.look_s, end - self.passed_s))
 
 
@@ -210,7 +212,7 @@ class _Teacher:
         self._asked: Counter[str] = Counter()  # requests under way, by url
         self._answered_at: dict[str, float] = {}  # by url
         self._listed: dict[str, dict[str, str]] = {}  # url → name of a model → what it is made from
-        self._is_away = False
+        self._is_away, self._told_at = False, -math.inf
         self.figures = dict.fromkeys(TEACHER_FIGURES, 0.0)
 
     async def ask(self, http: aiohttp.ClientSession, question: _Question) -> TeacherScores:
@@ -239,7 +241,7 @@ class _Teacher:
                     raise TeacherFailed(self.service, str(failure), INVALID) from failure
                 wait_s = failure.wait_s if failure.wait_s is not None else pause_s * random.uniform(0.5, 1.0)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                await patience.pause(wait_s)
+                await patience.pause(wait_s, partial(self._is_there_another_than, self._known))
                 if patience.is_over:
                     over = f"{failure}; the {self.service.timeout_s:g} s of service.timeout_s are over"
                     raise TeacherFailed(self.service, over, UNANSWERED) from failure
@@ -363,10 +365,15 @@ class _Teacher:
     def _look_again(self, why: str) -> None:
         """Read the addresses again soon; why: nobody has answered, "" if somebody has."""
         self._known_at = -math.inf
-        if why and not self._is_away:
-            self._is_away = True
+        self._is_away = self._is_away or bool(why)
+        if why and self._now() - self._told_at > TOLD_EVERY_S:
+            self._told_at = self._now()
             text = "service %r: %s; waiting for it, for up to service.timeout_s=%g"
             log.warning(text, self.service.name, why, self.service.timeout_s)
+
+    def _is_there_another_than(self, before: Sequence[ModelServer]) -> bool:
+        """Whether a process has come since."""
+        return any(place not in before for place in self._now_known())
 
     def _now_known(self) -> list[ModelServer]:
         """Return the known places; read them again in a thread if they were read long ago."""

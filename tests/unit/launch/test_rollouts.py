@@ -79,6 +79,22 @@ def test_of_a_run_killed_at_any_moment_every_rollout_on_disk_is_shown_once(tmp_p
     assert set(shown.values()) == {1}
 
 
+def test_what_a_teacher_has_said_is_shown_as_a_mean_over_loss_tokens(tmp_path):
+    for seed in (1, 2):
+        run = AuditedRun(tmp_path / str(seed), seed)
+        run.start()
+        with pytest.raises(Killed):
+            run.run(kill_after=60)
+        for seen in _seen(run):
+            document, text = as_document(seen), "\n".join(transcripts([seen]))
+            assert (seen.teacher_logprobs is None, "teacher" in text) == (seed == 2, seed == 1)
+            if seen.teacher_logprobs is not None:
+                mean = float(seen.teacher_logprobs[seen.loss_mask].mean())
+                assert document["teacher_logprob"] == seen.teacher_logprob == mean
+                assert document["teacher_logprobs"] == seen.teacher_logprobs.tolist()
+                assert f", teacher {mean:.3f} a token" in text
+
+
 def test_what_became_of_a_group_is_said_before_its_segment_is_sealed(tmp_path):
     run = AuditedRun(tmp_path / "run", 1, segment_groups=1000, every_steps=1000)
     run.start()

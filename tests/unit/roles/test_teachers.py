@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import random
 import signal
 import sys
 import time
@@ -39,6 +40,7 @@ from tests.unit.data.checkpoints import make_tokenizer_files
 from tests.unit.roles.small_ring import small_config
 from tests.unit.roles.teacher_server import NAME, Reply, TeacherServer, logprob_of
 from tests.unit.roles.test_sampling import EOS, MAX_ATTEMPTS, VOCABULARY, Session, Verifier, lease_of, until
+from tests.unit.roles.test_service import client_of, context_of, engine_of, make_model
 
 PROMPT = build.prompt(0, (9, 8, 7))
 ROLLOUT = build.rollout(0, 0, length=4)
@@ -120,6 +122,25 @@ async def test_a_server_of_others_is_asked_by_its_url_and_may_have_several_names
         async with asking(config, tmp_path) as asked:
             assert_is_right(await asked.scores(PROMPT, ROLLOUT))
     assert server.asked[0]["model"] == (model or NAME)
+
+
+async def test_a_service_of_the_run_is_asked_and_so_is_its_next_incarnation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that `rlhpc run` starts, with a scripted engine: another port and another key after a restart."""
+    make_model(tmp_path / "model")
+    config, taught = context_of(tmp_path, "teacher").config, taught_config(num_top=3).algorithm
+    config = config.model_copy(update={"algorithm": taught})
+    rendezvous = context_of(tmp_path, "teacher").layout.rendezvous
+    async with asking(config, rendezvous) as asked:
+        for start in range(2):
+            waiting = asyncio.create_task(asked.scores(PROMPT, ROLLOUT))
+            async with client_of(context_of(tmp_path, "teacher", start=start)) as client:
+                scores, table = await waiting, engine_of(client).logprob_table(-1)
+            np.testing.assert_allclose(scores.logprobs, table[ROLLOUT.token_ids], atol=1e-6)
+            likely = np.argsort(-table, kind="stable")[:3]
+            assert scores.top_ids.tolist() == [likely.tolist()] * len(ROLLOUT.token_ids)
+            np.testing.assert_allclose(scores.top_logprobs[0], table[likely], atol=1e-6)
 
 
 def test_a_prompt_of_a_run_without_teachers_is_not_asked_about() -> None:
@@ -504,4 +525,40 @@ async def test_nothing_is_lost_or_scored_twice_when_a_teacher_is_killed_or_pause
         assert len({(each.scored.rollout.group_id, each.scored.rollout.sample_index) for each in found}) == 16
         assert {each.scored.verdict for each in found} == {Verdict.CORRECT}
         assert all(each.scored.teacher is not None for each in found)
+        await session.end(generator.sampling)
+
+
+@pytest.mark.starts
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_fifty_kills_and_pauses_at_random_instants_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teachers, "KNOWN_S", 0.2)
+    chance, num_groups, found = random.Random(7), 200, []
+    async with generating(tmp_path, timeout_s=800.0) as generator, AsyncExitStack() as stack:
+        session = Session()
+        await session.begin(generator.sampling)
+
+        async def live_and_die(replica: int) -> None:
+            for _ in range(25):
+                async with process(generator.rendezvous, replica, 0.05) as child:
+                    await asyncio.sleep(chance.uniform(0.0, 0.6))
+                    child.send_signal(chance.choice([signal.SIGKILL, signal.SIGSTOP]))
+                    await asyncio.sleep(chance.uniform(0.0, 0.3))
+            await stack.enter_async_context(process(generator.rendezvous, replica, 0.0))
+
+        async def grant() -> None:
+            for group in range(num_groups):
+                generator.sampling.start(replace(lease_of(0, 1), group_id=group))
+                await asyncio.sleep(chance.uniform(0.0, 0.3))
+
+        lives = [asyncio.create_task(live_and_die(replica)) for replica in range(2)]
+        granting = asyncio.create_task(grant())
+        while len(found) < 2 * num_groups:
+            found.append((await session.delivered()).scored)
+        await asyncio.gather(granting, *lives)
+        assert len({(each.rollout.group_id, each.rollout.sample_index) for each in found}) == 2 * num_groups
+        assert {each.verdict for each in found} == {Verdict.CORRECT}
+        assert all(each.teacher is not None for each in found)
         await session.end(generator.sampling)
