@@ -28,7 +28,7 @@ def served_run(slurm: DevCluster, lab: Lab, placement: str, name: str) -> SlurmR
     ]
     return SlurmRun(
         slurm, lab, name, placement, run={"num_steps": 6}, data=held["data"], rewards=held["rewards"],
-        service=services, algorithm={"distillation_coefficient": 0.1},
+        service=services, algorithm={"distillation_coefficient": 0.1}, admission={"active_sampling": False},
         site={**held["site"], "service.strict": SMALL | {"partition": "train"}},
     )  # fmt: skip
 
