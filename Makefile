@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 KEEPS_COMPILED := PYTHONDONTWRITEBYTECODE=
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 $(KEEPS_COMPILED)  # processes share two cores
 
-.PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator soak-sandbox soak-matrix test test-all quick mutations check fix lint types imports spelling docs resolve locks ring slurm \
+.PHONY: help setup demo demo-stages demo-slurm soak soak-hostile soak-kills soak-simulator soak-sandbox soak-matrix test test-all quick mutations check fix lint types imports spelling docs resolve locks ring slurm \
     slurm-releases gpu gpu-one-card gpu-dry bench clean
 
 help:  ## show this
@@ -37,6 +37,9 @@ $(VENV)/.complete: requirements/cpu.txt pyproject.toml
 
 demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
 	$(KEEPS_COMPILED) $(BIN)/rlhpc demo
+
+demo-stages: setup  ## fine-tuning, then RL with a rule, a reward model and a judge, then evaluation: one run file
+	$(KEEPS_COMPILED) $(BIN)/rlhpc demo --run-file configs/demo_stages.toml
 
 demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of three partitions
 	$(KEEPS_COMPILED) $(BIN)/rlhpc demo --slurm

@@ -358,7 +358,13 @@ def _takes_evaluations(parser: _Parser) -> None:
 
 def _takes_demo(parser: _Parser) -> None:
     """Add options for another run file, or a private Slurm."""
-    _value(parser, "--run-file", "FILE", "another run file; configs/demo_tool.toml: tools", Path)
+    _value(
+        parser,
+        "--run-file",
+        "FILE",
+        "another run file, such as configs/demo_tool.toml, or demo_stages.toml",
+        Path,
+    )
     _flag(parser, "--slurm", "as one heterogeneous job on a private Slurm on this machine")
     _value(parser, "--time", "T", "time limit of the job of --slurm (default 0:30:00)", default="0:30:00")
     text = "write only a tiny model of random weights, to try a run file of yours with: model.path=DIR"

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.checks.preflight import require_parts
+from launch.checks.preflight import has_stage_before, require_parts, stage_of
 from launch.commands.run import run_locally
 from launch.commands.submit import submit_run
 from launch.common.text import as_typed, quoted, say_or_lose
-from launch.demo import lookup
+from launch.demo import lookup, stages
 from launch.demo.lookup import make_lookup_model
 from launch.demo.stand_in import make_stand_in
 from launch.demo.task import draw_learning_curve, write_dataset
@@ -31,11 +31,11 @@ from launch.plan.site_file import walltime_s
 from launch.private_slurm.cluster import DevCluster
 from launch.private_slurm.packages import obtain
 from launch.private_slurm.shape import default_shape
-from launch.run_files.run_state import figures_table
+from launch.run_files.run_state import figures_table, is_complete
 from launch.view.status import wait_for_run
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import Config, with_values
 from rlhpc.protocol.errors import ConfigError
 
 # ---------------------------------------------------------------------------------------------------------------- slurm
@@ -120,6 +120,7 @@ def _private_cluster() -> Iterator[DevCluster]:
 RUN_FILE = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_PROBLEMS = 8_000
 NUM_LOOKUPS = 4_000
+NUM_DEMONSTRATIONS, NUM_HELD_OUT = 4_000, 512
 SHOW_EVERY_STEPS = 100
 EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a half-trained model stalls
 
@@ -131,9 +132,20 @@ def demo(options: argparse.Namespace) -> int:
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
         map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start
-        return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
+        return run_demo(_start_here, run_file, options.overrides)
     refuse_before_the_work(options.time)
     return run_demo(lambda config: run_on_slurm(config, options.time, say), run_file, [*OVERRIDES, *options.overrides])
+
+
+def _start_here(config: Config) -> int:
+    """Do the run on this machine, after its stage of supervised fine-tuning if it has one; returns the exit status."""
+    if has_stage_before(config):
+        stage = stage_of(config)
+        status = run_locally(stage, fresh=True)
+        if status or not is_complete(RunLayout(stage.run_directory)):
+            return status
+        config = with_values(config, {"model.path": RunLayout(stage.run_directory).model})
+    return run_locally(config, fresh=True)
 
 
 def _write_model(options: argparse.Namespace) -> int:
@@ -158,7 +170,9 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
     data = config.data[0].path
     if data is None:
         raise ConfigError(f"data.source={config.data[0].source!r}: the demo writes its own problems; legal: data.path")
-    if config.data[0].environment:
+    if config.demonstrations:
+        _prepare_stages(config, data)
+    elif config.data[0].environment:
         _prepare_lookups(config, data.parent)
     else:
         _prepare_additions(config, data)
@@ -199,6 +213,26 @@ def _prepare_additions(config: Config, data: Path) -> None:
     if not EXPECTED_ACCURACY[0] <= warm.accuracy <= EXPECTED_ACCURACY[1]:
         low, high = EXPECTED_ACCURACY
         say(f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may be flatter than usual")
+
+
+def _prepare_stages(config: Config, data: Path) -> None:
+    """Models, demonstrations and problems of the demo of stages.  Raises ConfigError for a file of other stages."""
+    named = [service for kind in ("reward", "judge") if (service := config.service_of(kind)) is not None]
+    places = [service.path for service in named if service.path is not None]
+    if len(places) < 2:
+        raise ConfigError("the demo makes a [[service]] with kind='reward' and one with kind='judge', each at a path")
+    recipe, base, (scores, judge) = stages.StagesRecipe(), config.model.path, places
+    say("1/3  a tiny base model that adds, a reward model and a judge, both made of it")
+    made = stages.make_base(base, recipe, _show_step)
+    say(f"     base model, right in {made.accuracy:.0%} of its samples ({made.seconds:.0f} s)")
+    made = stages.make_reward_model(scores, base, recipe, _show_step)
+    say(f"     reward model, prefers the right answer in {made.accuracy:.0%} of pairs ({made.seconds:.0f} s)")
+    made = stages.make_judge(judge, base, recipe, _show_step)
+    say(f"     judge, gives the right grade in {made.accuracy:.0%} of answers ({made.seconds:.0f} s)")
+    stages.write_demonstrations(config.demonstrations[0].path, NUM_DEMONSTRATIONS, recipe)
+    write_dataset(data, NUM_PROBLEMS, seed=config.run.seed)
+    for table in config.evaluation:
+        write_dataset(table.path, NUM_HELD_OUT, seed=config.run.seed, held_out=True)
 
 
 def _report(layout: RunLayout) -> None:

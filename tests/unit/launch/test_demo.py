@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 
 from launch.cli import main
-from launch.demo import lookup
+from launch.demo import lookup, stages
 from launch.demo import run as demo
 from launch.demo.stand_in import END_ID, make_byte_tokenizer, make_stand_in
 from launch.demo.task import (
@@ -39,6 +39,7 @@ from launch.demo.task import (
     make_tokenizer,
     problems,
     running_mean,
+    save_tokenizer,
     write_dataset,
 )
 from launch.demo.warm_start import MARKER, WarmStartRecipe, make_model
@@ -465,3 +466,53 @@ def test_options_that_do_not_fit_are_refused(
     assert main(["demo", *words]) == EXIT_CONFIG
     assert said in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
+
+
+# ------------------------------------------------------------------------------------------------------------ stages
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"),
+    [
+        ("8+3+0=11;4+9+1=14;7+7+1=15;1541", 1.0),
+        ("8+3+0=11;4+9+1=13;7+7+1=15;1531", 2 / 3),  # a slip
+        ("8+3+0=11;4+9+1=14;", 2 / 3),  # cut off
+        ("8+3+0=11;3+9+1=13;7+7+1=15;1531", 2 / 3),  # of another problem
+        ("141", 0.0),
+        ("", 0.0),
+        (";;;;", 0.0),
+        ("8+3+0=11;" * 9, 1 / 3),
+    ],
+)
+def test_a_judge_learns_the_share_of_right_columns(answer, share):
+    assert stages.share_of_right_columns(Problem(748, 793), answer) == pytest.approx(share)
+
+
+def test_demonstrations_are_careless_answers_to_problems_that_are_not_held_out(tmp_path):
+    stages.write_demonstrations(tmp_path / "a" / "b.jsonl", 200, stages.StagesRecipe())
+    records = [json.loads(line) for line in (tmp_path / "a" / "b.jsonl").read_text().splitlines()]
+    totals = [
+        (sum(map(int, each["prompt"][:-1].split("+"))), each["completion"].rpartition(";")[2]) for each in records
+    ]
+    assert 0.2 < sum(str(total) == said for total, said in totals) / len(totals) < 0.5
+    assert len({each["prompt"] for each in records}) == 200
+
+
+def test_what_a_judge_reads_is_what_it_was_taught(tmp_path):
+    """A template file loses a line's end at its end."""
+    save_tokenizer(stages.judge_tokenizer(), tmp_path)
+    answer = "748+793=8+3+0=11;"
+    told = PromptTokenizer(tmp_path).chat_template.render([{"role": "user", "content": answer}])
+    assert told == f"{answer}\n"
+
+
+def test_a_demo_of_stages_makes_a_reward_model_and_a_judge(tmp_path):
+    text = (demo.RUN_FILE.with_name("demo_stages.toml")).read_text()
+    begin, end = text.index('[[service]]\nname = "strict"'), text.index("[reward_model]")
+    text = text[:begin] + text[end:]
+    begin, end = text.index("[judge]"), text.index("# Each worker")
+    (run_file := tmp_path / "demo.toml").write_text(
+        f'{text[:begin]}[judge]\nendpoint = "http://x/v1"\nmodel = "m"\n\n{text[end:]}'
+    )
+    with pytest.raises(ConfigError, match="with kind='reward' and one with kind='judge', each at a path"):
+        demo.run_demo(lambda _: 0, run_file)

@@ -271,6 +271,7 @@ RUN_FILES = {
     "demo_tp2": "Qwen2.5-0.5B",
     "demo_deepspeed": "Qwen2.5-0.5B",
     "demo_lora": "Qwen2.5-0.5B",
+    "demo_stages": "Qwen2.5-0.5B",
     "demo_tool": "Qwen2.5-0.5B",
     "reasoning_gym": "Qwen2.5-0.5B",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import json
 import os
 import re
@@ -20,7 +22,7 @@ from launch.commands.submit import Submission, short_times
 from launch.commands.sweep import MOST_RUNS, sweep_of
 from launch.doctor.site import refuse_missing_software, software_not_here
 from launch.plan.jobs import plan_jobs
-from launch.plan.script import component_directives, plan_report, render_script, render_scripts
+from launch.plan.script import component_directives, render_script, render_scripts
 from launch.plan.site_file import Site
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config
@@ -449,7 +451,9 @@ def regenerate() -> None:
         stale.unlink()
     for pair in PAIRS:
         pair.golden.parent.mkdir(parents=True, exist_ok=True)
-        pair.golden.write_text(plan_report(pair.config, pair.site) + "\n")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            main(["plan", str(pair.run_file), str(pair.site_file), *pair.overrides])
+        pair.golden.write_text(printed.getvalue())
     sys.stdout.write(f"{len(PAIRS)} plans in {GOLDEN.relative_to(ROOT)}\n")
 
 
