@@ -7,10 +7,11 @@ from the teacher in windows of ten steps.  Runs that are there already are not r
 
     python -m bench.distillation --directory runs/distillation --seeds 3
 
-arm            advantage of a token
-rewards        GRPO: 1 for the right total, relative to the other members of the group
-distillation   log π_teacher − log π_behaviour, and no rewards
-both           their sum, the teacher's part times 0.5
+arm            rollouts of a step    what is learnt from
+rewards        12 problems, 8 each   GRPO: 1 for the right total, relative to the other members of the group
+rewards_small   3 problems, 8 each   the same
+distillation   12 problems, 2 each   advantages log π_teacher − log π_behaviour, and no rewards
+top_k          12 problems, 2 each   the same, and ten times the forward KL over the teacher's 16 most likely tokens
 """
 
 from __future__ import annotations
@@ -38,11 +39,18 @@ from rlhpc.training.checkpoint_export import export_hf
 STUDENT = WarmStartRecipe(slip_rate=0.15)  # (1 − 0.15)^n for n of 3, 4, 5 columns averages 0.53
 TEACHER = WarmStartRecipe(careless_steps=200, slip_rate=0.0)  # so long that single samples are right, too
 WINDOW = 10  # steps
-WITH_TEACHER = ("admission.active_sampling=false", "service.name=teacher", "service.kind=teacher")
+WITH_TEACHER = (
+    "admission.active_sampling=false",
+    "admission.group_size=2",
+    "service.name=teacher",
+    "service.kind=teacher",
+    "algorithm.advantage=distillation",
+)
 ARMS: dict[str, tuple[str, ...]] = {
     "rewards": (),
-    "distillation": (*WITH_TEACHER, "algorithm.advantage=distillation"),
-    "both": (*WITH_TEACHER, "algorithm.distillation_coefficient=0.5"),
+    "rewards_small": ("admission.groups_per_step=3",),
+    "distillation": WITH_TEACHER,
+    "top_k": (*WITH_TEACHER, "algorithm.forward_kl_coefficient=10.0", "algorithm.teacher_top_k=16"),
 }
 
 
@@ -82,7 +90,7 @@ def main() -> int:
             f"run.seed={seed}", f"run.num_steps={options.steps}", f"trainer.learning_rate={options.learning_rate}",
             f"model.path={student}", f"data.path={data}", *ARMS[arm],
         ]  # fmt: skip
-        words += [f"service.path={teacher}"] if ARMS[arm] else []
+        words += [f"service.path={teacher}"] if "service.kind=teacher" in ARMS[arm] else []
         found[arm].append(outcome_of(complete_run(root / f"{arm}-{seed}", words), student))
         print(f"{arm}-{seed}: {found[arm][-1]}", file=sys.stderr, flush=True)
     print(table(found))
