@@ -200,7 +200,7 @@ async def measure(case: Case, rounds: int, speed: float) -> None:
             ratios.append(taught / without)
             print(f"{number:>5}   {without:>7.0f}   {taught:>14.0f}   {ratios[-1]:>5.3f}   {request_s:>11.2f}")
         print(f"median of the ratios: {statistics.median(ratios):.3f}")
-        tell("teacher_throughput", statistics.median(ratios))
+        tell("generation with a teacher", statistics.median(ratios))
 
 
 def main() -> None:
