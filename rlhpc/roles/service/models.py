@@ -57,6 +57,10 @@ class ServedModel(ABC):
     max_tokens: int  # of a request and its reply
 
     @abstractmethod
+    async def compute_something(self) -> None:
+        """Have the engine compute a row of a few tokens.  Raises EngineError."""
+
+    @abstractmethod
     def load(self) -> ServiceLoad:
         """Return current figures."""
 
@@ -152,6 +156,11 @@ class _Sampler(ServedModel):
         self.max_tokens = settings.generation.max_tokens
         self._vocabulary = model_number(settings.model.path, "vocab_size") or tokenizer.vocab_size
         self._num_tokens = 0
+
+    async def compute_something(self) -> None:
+        """See ServedModel."""
+        if self.max_tokens > 2:  # a row of two, and what vLLM samples behind it
+            await self._engine.score(np.zeros(2, np.int32))
 
     def load(self) -> ServiceLoad:
         """See ServedModel."""
@@ -269,6 +278,10 @@ class Classifier(ServedModel):
         self._labels = _labels_of(settings.model.path)
         self._num_tokens = 0
         self.routes = {"/classify": self._classify, "/pooling": self._pool, "/tokenize": self._tokenize}
+
+    async def compute_something(self) -> None:
+        """See ServedModel."""
+        await self._engine.classify(np.zeros(1, np.int32))
 
     def load(self) -> ServiceLoad:
         """See ServedModel."""

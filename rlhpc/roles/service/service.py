@@ -2,8 +2,8 @@
 
 Input: JSON in the format of vLLM's server (models.py).  Output: log-probabilities of a teacher, replies of a judge,
 scores of a reward model.  Its address and its key are in the run's rendezvous directory from when the engine is ready
-until the service leaves.  It keeps its engine when the controller is replaced (lifecycle.py); an engine that dies ends
-the process, and the supervisor starts it again.
+until the service leaves.  It keeps its engine when the controller is replaced (lifecycle.py); an engine that dies, or
+answers nothing, ends the process, and the supervisor starts it again.
 
     GET /health, /v1/models                      any
     POST /tokenize                               any whose checkpoint has a tokenizer
@@ -22,6 +22,7 @@ import logging
 import os
 import secrets
 import socket
+from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -54,6 +55,8 @@ log = logging.getLogger("rlhpc.service")
 MAX_REQUEST_BYTES = 32 << 20
 LEAVE_S = 5.0  # for requests under way when the service leaves
 WRITE_S = 2.0  # for replies that are being sent when the server is closed
+PULSE_S = 30.0  # between two trials of the engine
+SILENT_S, SLICES = 300.0, 60  # for its answer
 Ask = Callable[[dict[str, Any]], Awaitable[Answer]]
 
 
@@ -115,8 +118,10 @@ async def _obey(control: ClientChannel, session: ControllerSession) -> None:
 class ServiceEndpoint:
     """The HTTP server of one model: who may ask, who is being answered, and how it ends."""
 
-    def __init__(self, context: RoleContext, model: ServedModel, *, leave_s: float = LEAVE_S) -> None:
-        self._context, self._model, self._leave_s = context, model, leave_s
+    def __init__(
+        self, context: RoleContext, model: ServedModel, *, leave_s: float = LEAVE_S, pulse_s: float = PULSE_S
+    ) -> None:
+        self._context, self._model, self._leave_s, self._pulse_s = context, model, leave_s, pulse_s
         self._key = "sk-" + secrets.token_hex(32)
         self._num_asked = self._num_answered = self._num_refused = 0
         self._is_leaving = False
@@ -178,8 +183,33 @@ class ServiceEndpoint:
         await self._server.close()
 
     async def until_dead(self) -> None:
-        """Wait for the end of the engine, which a request has met.  Raises its EngineError."""
-        raise await self._death
+        """Wait for the end of the engine, which a request meets, or a trial every pulse_s.  Raises its EngineError."""
+        while not self._death.done():
+            await asyncio.wait({self._death}, timeout=self._pulse_s)
+            if not self._death.done() and (error := await self._try_engine()) and not self._death.done():
+                self._death.set_result(error)
+        raise self._death.result()
+
+    async def _try_engine(self) -> EngineError | None:
+        """Have the engine compute something small; return why it counts as dead.
+
+        A pause of this process, however long, counts for a slice of the patience.
+        """
+        trial = asyncio.ensure_future(self._model.compute_something())
+        either: set[asyncio.Future[Any]] = {trial, self._death}
+        try:
+            for _ in range(SLICES):
+                await asyncio.wait(either, timeout=SILENT_S / SLICES, return_when=FIRST_COMPLETED)
+                if trial.done():
+                    trial.result()
+                    return None
+                if self._death.done():
+                    return self._death.result()
+            return EngineError(f"the engine has not answered within {SILENT_S:g} s")
+        except EngineError as error:
+            return error
+        finally:
+            trial.cancel()
 
     def heartbeat(self) -> Heartbeat:
         """Heartbeat with the requests under way, and what was answered so far."""

@@ -22,7 +22,7 @@ from rlhpc.config.file import config_hash
 from rlhpc.protocol.errors import ConfigError, EngineError
 from rlhpc.protocol.messages import CONTROL, Hello, Reregister
 from rlhpc.roles.lifecycle import ControllerSession, RoleContext
-from rlhpc.roles.service import models
+from rlhpc.roles.service import models, service
 from rlhpc.roles.service.models import start_model
 from rlhpc.roles.service.service import MAX_REQUEST_BYTES, ServiceEndpoint, _obey, own_service
 from rlhpc.transport import http_server
@@ -84,11 +84,12 @@ class Client:
 
 
 @asynccontextmanager
-async def client_of(context: RoleContext, *, leave_s: float = PATIENCE_S) -> AsyncIterator[Client]:
+async def client_of(
+    context: RoleContext, *, leave_s: float = PATIENCE_S, pulse_s: float = 10 * PATIENCE_S
+) -> AsyncIterator[Client]:
     """Of a service that is ready, and leaves at the end."""
-    service = own_service(context)
-    model = await start_model(context.config, service, replica=context.replica)
-    endpoint = ServiceEndpoint(context, model, leave_s=leave_s)
+    model = await start_model(context.config, own_service(context), replica=context.replica)
+    endpoint = ServiceEndpoint(context, model, leave_s=leave_s, pulse_s=pulse_s)
     await endpoint.open()
     (address,) = addresses_of(context.layout.rendezvous, "helper")
     try:
@@ -446,6 +447,26 @@ async def test_an_engine_that_dies_is_told_to_who_asks_and_ends_the_process(tmp_
         assert (status, reply["error"]["code"]) == (503, "engine_died")
         with pytest.raises(EngineError, match="scripted to die"):
             await asyncio.wait_for(watching, PATIENCE_S)
+
+
+@pytest.mark.parametrize("kind", ["teacher", "judge", "reward"])
+async def test_an_engine_that_dies_while_nobody_asks_ends_the_process(tmp_path: Path, kind: str) -> None:
+    make_model(tmp_path / "model")
+    async with client_of(context_of(tmp_path, kind), pulse_s=0.01) as client:
+        watching = asyncio.create_task(client.endpoint.until_dead())
+        await asyncio.wait({watching}, timeout=0.2)
+        assert not watching.done()
+        await client.endpoint._model.close()  # as if it had died
+        with pytest.raises(EngineError, match="is dead: closed"):
+            await asyncio.wait_for(watching, PATIENCE_S)
+
+
+async def test_an_engine_that_answers_nothing_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SILENT_S", 0.3)
+    make_model(tmp_path / "model", row_s=3600.0)
+    async with client_of(context_of(tmp_path, "reward"), pulse_s=0.01) as client:
+        with pytest.raises(EngineError, match=r"the engine has not answered within 0\.3 s"):
+            await asyncio.wait_for(client.endpoint.until_dead(), PATIENCE_S)
 
 
 async def test_each_start_has_an_address_and_a_key_of_its_own_and_takes_no_later_one_away(tmp_path: Path) -> None:
