@@ -160,14 +160,18 @@ _NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def read_model(directory: Path, key: str = "model.path") -> dict[str, Any]:
-    """config.json of a checkpoint whose files are whole and fit it.  Raises ConfigError."""
+def read_model(directory: Path, key: str = "model.path", *, has_words: bool = True) -> dict[str, Any]:
+    """config.json of a checkpoint whose files are whole and fit it.  Raises ConfigError.
+
+    has_words: False of a model without a head for tokens, such as a reward model.
+    """
     value = f"{key}={str(directory)!r}"
     _refuse_incomplete(directory, value)
     place = directory / "config.json"
     document = object_in(place)
     _refuse_sizes(document, place)
-    refuse_other_weights(directory, document)
+    if has_words:
+        refuse_other_weights(directory, document)
     return document
 
 

@@ -54,7 +54,7 @@ def _key_of(config: Config, service: ServiceConfig) -> str:
 def _refuse_unfit(config: Config, service: ServiceConfig, key: str) -> None:
     assert service.path is not None, "it is started by others"
     place = service.path / "config.json"
-    model = read_model(service.path, f"{key}.path")
+    model = read_model(service.path, f"{key}.path", has_words=service.kind != "reward")
     architectures = [str(each) for each in model.get("architectures") or ()]
     scores = any(each.endswith(SCORING) for each in architectures)
     if architectures and scores != (service.kind == "reward"):
@@ -90,7 +90,7 @@ def _shape_of(service: ServiceConfig) -> ModelShape | None:
     """Shape of a started service's model; None for an unknown family.  Raises ConfigError."""
     assert service.path is not None, "it is started by others"
     try:
-        return ModelShape.of(read_model(service.path, "service.path"))
+        return ModelShape.of(read_model(service.path, "service.path", has_words=service.kind != "reward"))
     except KeyError as error:
         raise ConfigError(f"{service.path / 'config.json'}: no {error}") from error
 

@@ -18,6 +18,7 @@ from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import ConfigError
 from tests import build
+from tests.tiny_models import make_tiny_classifier
 from tests.unit.data.checkpoints import CHATML
 from tests.unit.launch.public_models import CONFIGS, make_model_directory
 from tests.unit.launch.site_kit import site_of
@@ -49,6 +50,11 @@ def change(directory: Path, **keys: Any) -> None:
 @pytest.mark.parametrize("kind", ["teacher", "judge"])
 def test_a_whole_checkpoint_of_its_kind_is_accepted(kind: str, model: Path) -> None:
     refuse_unfit_services(served(model, kind=kind, tensor_parallel=4))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_reward_model_as_transformers_saves_it_is_accepted(per_token: bool, tmp_path: Path) -> None:
+    refuse_unfit_services(served(make_tiny_classifier(tmp_path / "scores", per_token=per_token), kind="reward"))
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForSequenceClassification", "Qwen2ForProcessRewardModel"])
