@@ -345,16 +345,39 @@ def demonstration_lines(config: Config, findings: Findings) -> Iterator[str]:
     """Lines of `rlhpc check` about demonstrations: sizes, and the beginning of the first conversation."""
     found = findings.demonstrations
     assert found is not None
+    kind = config.sft.counts
     for table, corpus in zip(config.demonstrations, found.corpora, strict=True):
         dropped = f", {corpus.num_dropped:,} longer ones left out" if corpus.num_dropped else ""
         use = "for the held-out loss" if table.held_out else f"{corpus.num_learnt:,} of their tokens are learnt"
-        yield f"data        {table.path}: {counted(len(corpus), 'conversation')}{dropped}; {use}"
+        yield f"data        {table.path}: {counted(len(corpus), kind)}{dropped}; {use}"
     held_out = f"; {found.num_held_out:,} are held out" if found.num_held_out else ""
-    yield f"epoch       {counted(found.num_conversations, 'conversation')}{held_out}"
+    yield f"epoch       {counted(found.num_conversations, kind)}{held_out}"
     for title, each in zip(("first      ", "rejected   "), found.learnt(0).sequences, strict=False):
         runs = _runs(each.token_ids, each.loss_mask, findings.tokenizer)
         yield f"{title} {counted(len(each.token_ids), 'token')}; what is learnt stands in «»:"
         yield from _quoted("".join(f"«{text}»" if is_learnt else text for is_learnt, text in runs))
+    yield from (f"warning     {each}" for each in doubts_of_demonstrations(config, findings))
+
+
+def doubts_of_demonstrations(config: Config, findings: Findings) -> Iterator[str]:
+    """Warn of pairs without a difference, of empty answers, of a batch beyond the data, and of little to learn from."""
+    if (found := findings.demonstrations) is None:
+        return
+    own, sft = found.num_conversations, config.sft
+    for table, corpus in zip(config.demonstrations, found.corpora, strict=True):
+        if corpus.num_equal:
+            yield f"{table.path}: {corpus.num_equal:,} of {len(corpus):,} pairs are of two equal answers"
+        if corpus.num_empty:
+            empty = counted(corpus.num_empty, "answer")
+            yield f"{table.path}: {empty} without a text, which teach the model when to say nothing"
+    if sft.batch_size > own:
+        yield (
+            f"sft.batch_size={sft.batch_size} with an epoch of {counted(own, sft.counts)}: a step learns some of them "
+            "several times"
+        )
+    if found.num_held_out > own and not any(table.held_out for table in config.demonstrations):
+        left = f"{counted(own, sft.counts)} of {own + found.num_held_out:,}"
+        yield f"sft.held_out={sft.held_out:g} leaves {left} to learn from"
 
 
 def _runs(token_ids: Int32, loss_mask: Bool, tokenizer: PromptTokenizer) -> Iterator[tuple[bool, str]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.checks.bias import unusual
 from launch.checks.memory_verdict import judge_host, judge_memory
 from launch.checks.model_files import refuse_made_up_tensors
-from launch.checks.preflight import Findings, has_stage_before, preflight, stage_of
+from launch.checks.preflight import Findings, doubts_of_demonstrations, has_stage_before, preflight, stage_of
 from launch.commands.arguments import refuse_resume_point, refuse_without_predict, resume_point
 from launch.common.text import file_and_settings, print_or_lose, quoted, span
 from launch.doctor.site import refuse_missing_software, software_not_here
@@ -209,7 +209,7 @@ def check(run: Submission, tell: Tell) -> None:
     if run_here:
         refuse_made_up_tensors(run.config.model.path, findings.model)
     preview_evaluations(run.config, roles_run_here=run_here)
-    for line in unusual(run.config):
+    for line in (*unusual(run.config), *doubts_of_demonstrations(run.config, findings)):
         tell(f"warning     {line}")
     refuse_small_memory(run.config, findings, run.site, run.site_file, tell)
     for line in short_times(run):

@@ -116,6 +116,11 @@ class SftConfig(Section):
     ] = "off"
     """Stop after this many consecutive held-out losses that were not the lowest; the model with the lowest is kept."""
 
+    @property
+    def counts(self) -> str:
+        """Noun of what is counted, in the singular."""
+        return "pair" if self.loss == "dpo" else "conversation"
+
     @rule
     def conversations_fit_a_row(self, config: Config, key: Keys) -> Faults:
         """`max_tokens`: 2 to `trainer.token_budget`, half of it for `loss` = `"dpo"`; a conversation is never cut."""
@@ -129,6 +134,22 @@ class SftConfig(Section):
         for place, table in enumerate(config.demonstrations):
             if self.loss == "dpo" and not table.rejected_field:
                 yield f"demonstrations.{place}.rejected_field='' with {key.loss}; legal: the worse answer's field"
+
+    @rule
+    def an_answer_is_its_own_field(self, config: Config, key: Keys) -> Faults:
+        """`rejected_field`, `completion_field` and `prompt_field` name different fields; with an empty
+        `prompt_template` there is no `use_chat_template`, since answers that begin with their prompt are not wrapped.
+        """
+        for place, table in enumerate(config.demonstrations):
+            answer, where = table.completion_field, f"demonstrations.{place}"
+            for name in ("rejected_field", "prompt_field"):
+                if answer and getattr(table, name) == answer:
+                    yield (
+                        f"{where}.{name}={answer!r} with demonstrations.completion_field={answer!r}: "
+                        "it is the same; legal: another field"
+                    )
+            if table.rejected_field and not (table.prompt_template or table.prompt_field) and table.use_chat_template:
+                yield f"{where}.use_chat_template=true has no effect with prompt_template=''; legal: false"
 
     @rule
     def something_is_learnt(self, config: Config, key: Keys) -> Faults:

@@ -30,6 +30,7 @@ from rlhpc.config.tables import DataConfig
 from rlhpc.config.tables_sft import DemonstrationsConfig
 from rlhpc.data.files import dataset_files, read_rows
 from rlhpc.data.prompt_form import (
+    ASKING,
     DialogueTemplate,
     Message,
     PromptForm,
@@ -41,7 +42,7 @@ from rlhpc.data.prompt_form import (
     without_nulls,
 )
 from rlhpc.data.prompts import raw_draws, seed_of_dataset
-from rlhpc.data.record_source import Record, cached
+from rlhpc.data.record_source import HOW_TO_ASK, Record, cached
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.data.validation import CODE_FILES, TOKENIZER_FILES, states_of
 from rlhpc.protocol.errors import ConfigError, DataError
@@ -51,6 +52,8 @@ from rlhpc.protocol.types import Bool, Int32
 
 _NOT_ENDED = 1 << 30
 _KEYS = "|".join(DemonstrationsConfig.model_fields)
+_SHARED = 'data.prompt_template="" (both answers begin with the prompt)'
+_SPEAKS = ("assistant", "gpt")  # roles
 _MOST_TOOLS = 64  # sets of tools whose templates are kept
 _AT_ONCE = 2000  # records that are tokenised together, by all processors
 
@@ -84,6 +87,7 @@ class DemonstrationForm:
 
     def __init__(self, data: DemonstrationsConfig, tokenizer: PromptTokenizer) -> None:
         self._data, self._tokenizer = data, tokenizer
+        self.num_empty = 0  # answers without a text that it has made
         as_prompts = {"prompt_field", "use_chat_template", "system_prompt", "path"}
         self._share_prompt = bool(data.rejected_field) and not (data.prompt_template or data.prompt_field)
         if not self._share_prompt:
@@ -97,6 +101,22 @@ class DemonstrationForm:
 
         key: of the table, that of the answer.
         """
+        try:
+            return self._parts(record, key)
+        except DataError as error:
+            if all(map(record.has, self._fields)) or not (way := fitting_keys(record)):
+                raise
+            raise DataError(f"{str(error).removesuffix(HOW_TO_ASK)}; legal: {way}") from error
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        """Names of the fields that are read."""
+        data = self._data
+        asked = () if self._share_prompt else self._prompts.fields
+        answers = tuple(filter(None, (data.completion_field, data.rejected_field)))
+        return (*asked, *answers) if answers else (data.messages_field,)
+
+    def _parts(self, record: Record, key: str) -> list[tuple[str, bool]]:
         if not self._data.completion_field:
             name, key = self._data.messages_field, "data.messages_field"
             value = as_conversation(record.value(name, key))
@@ -108,18 +128,31 @@ class DemonstrationForm:
                 )
             messages = conversation_messages(value, record.source, name)
             return self._chat(told_first(messages, self._data.system_prompt), record)
-        said = self._answer(record, key)
         if self._share_prompt:
-            return self._without_prompt(record, said)
-        asked = self._prompts.asked(record)
+            return self._without_prompt(record, self._answer(record, key))
+        asked, said = self._prompts.asked(record), self._answer(record, key)
+        if not isinstance(said, str) and said[0]["role"] in ASKING:
+            raise DataError(
+                f"{record.source}: the answer is a whole conversation; legal: {self._of_whole_conversations}"
+            )
         if isinstance(asked, str):
-            text, is_rendered = self._prompts.text(record)
             if not isinstance(said, str):
-                raise DataError(f"{record.source}: a prompt that is text, and a completion that is chat messages")
+                raise DataError(
+                    f"{record.source}: a prompt that is text, and a completion that is chat messages; "
+                    "legal: data.use_chat_template=true, which makes the prompt a message"
+                )
+            text, is_rendered = self._prompts.text(record)
             return [(text, is_rendered), (said, True)]
         return self._chat(
             [*asked, *([{"role": "assistant", "content": said}] if isinstance(said, str) else said)], record
         )
+
+    @property
+    def _of_whole_conversations(self) -> str:
+        """Keys for answers that begin with their prompt."""
+        if self._data.rejected_field:
+            return f"{_SHARED}, without data.prompt_field" if self._data.prompt_field else _SHARED
+        return f'data.messages_field="{self._data.completion_field}", without data.completion_field'
 
     def _answer(self, record: Record, of: str) -> str | list[Message]:
         name, key = getattr(self._data, of), f"data.{of}"
@@ -138,11 +171,22 @@ class DemonstrationForm:
         return [(prompt, False), (said[len(prompt) :], True)]
 
     def _chat(self, messages: list[Message], record: Record) -> list[tuple[str, bool]]:
-        template = self._template_with(self._tools(record))
+        template = self._template_with(tools := self._tools(record))
         try:
             parts = template.demonstration(messages)
+            unwritten = list(filter(None, map(template.left_out, (m for m in messages if m["role"] == "assistant"))))
         except ConfigError as error:
             raise DataError(f"{record.source}: {error}") from error
+        if unwritten:
+            raise DataError(
+                f"{record.source}: the chat template of model.path does not write {unwritten[0]} of the assistant: the "
+                f"model would learn to leave it out; legal: a template that writes it, or records without it"
+            )
+        if tools != "[]" and not template.writes_tools:
+            raise DataError(
+                f"{record.source}: the chat template of model.path does not write tools, and "
+                f"data.tools_field={self._data.tools_field!r}; legal: a template that does, or no tools_field"
+            )
         learnt = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
         self._prompts.refuse_left_out(messages[:learnt], "".join(parts), record)
         return [(part, True) for part in parts]
@@ -167,6 +211,7 @@ class DemonstrationForm:
         """Conversations of records, in their order."""
         keys = ("completion_field", "rejected_field") if self._data.rejected_field else ("completion_field",)
         texts = [self.parts(record, key) for record in records for key in keys]
+        self.num_empty += sum(not parts[len(parts) // 2 * 2 - 1][0].strip() for parts in texts)
         tokens = iter(self._tokenizer.encode_all([part for parts in texts for part in parts]))
         made = [self._joined([next(tokens) for _ in parts]) for parts in texts]
         return made if len(keys) == 1 else [made[i].preferred_to(made[i + 1]) for i in range(0, len(made), 2)]
@@ -183,26 +228,56 @@ class DemonstrationForm:
         return Demonstration(np.concatenate(parts), mask)
 
 
+_QUESTIONS = ("prompt", "instruction", "question", "problem", "query", "input")  # names of columns, the likeliest first
+_ANSWERS = ("completion", "output", "response", "answer", "solution", "target")
+
+
+def fitting_keys(record: Record) -> str:
+    """Keys of [[demonstrations]] that fit the columns of a record, by their usual names; "" if none do."""
+
+    def roles(name: str) -> list[object]:
+        value = as_conversation(record.fields.get(name))
+        return [each.get("role", each.get("from")) for each in value] if is_conversation(value) else []
+
+    whole = [name for name in record.fields if (said := roles(name)) and said[0] not in _SPEAKS and said[-1] in _SPEAKS]
+    question, answer = (next(filter(record.fields.__contains__, names), "") for names in (_QUESTIONS, _ANSWERS))
+    asked = f"data.prompt_field={question!r}" if roles(question) else f'data.prompt_template="{{{question}}}"'
+    if {"chosen", "rejected"} <= record.fields.keys():
+        shared = _SHARED if "chosen" in whole or not question else asked
+        return f"sft.loss='dpo', data.completion_field='chosen', data.rejected_field='rejected', {shared}"
+    if whole:
+        return f"data.messages_field={whole[0]!r}"
+    if question == "instruction" and isinstance(record.fields.get("input"), str):
+        asked = 'data.prompt_template="{instruction}\\n\\n{input}"'
+    return f"data.completion_field={answer!r}, {asked}" if question and answer else ""
+
+
 # --------------------------------------------------------------------------------------------------------------- corpus
+
+
+_COUNTS = 4  # numbers before the borders
 
 
 class Corpus:
     """Conversations of one table in their cached form: ~token for a learnt token."""
 
     def __init__(self, content: bytes, *, in_pairs: bool = False) -> None:
-        """content: made by _tokenised.  in_pairs: each second one is that to which the one before it is preferred."""
+        """content: made by _tokenised.  in_pairs: each second one is that to which the one before it is preferred.
+
+        num_dropped: longer ones; num_equal: pairs of the same tokens; num_empty: those with an answer without a text.
+        """
         self._in_pairs = in_pairs
-        num, self.num_dropped = (int(each) for each in np.frombuffer(content, np.int64, 2))
-        self.borders = np.frombuffer(content, np.int64, num + 1, 16)
-        self._values = np.frombuffer(content, np.int32, -1, 16 + self.borders.nbytes)
+        num, self.num_dropped, self.num_equal, self.num_empty = np.frombuffer(content, np.int64, _COUNTS).tolist()
+        self.borders = np.frombuffer(content, np.int64, num + 1, 8 * _COUNTS)
+        self._values = np.frombuffer(content, np.int32, -1, 8 * _COUNTS + self.borders.nbytes)
 
     @staticmethod
     def is_whole(content: bytes) -> bool:
         """True if the content has its full length."""
-        if len(content) < 24:
+        if len(content) < 8 * (_COUNTS + 1):
             return False
         num = int(np.frombuffer(content, np.int64, 1)[0])
-        head = 16 + 8 * (num + 1)
+        head = 8 * (_COUNTS + num + 1)
         return head <= len(content) and len(content) == head + 4 * int(np.frombuffer(content, np.int64, 1, head - 8)[0])
 
     def __len__(self) -> int:
@@ -258,6 +333,7 @@ def _keys_of_demonstrations() -> Iterator[None]:
 def _tokenised(config: Config, data: DemonstrationsConfig) -> bytes:
     form, most = DemonstrationForm(data, PromptTokenizer.of(config.model)), config.longest_conversation
     values, lengths, num_records, too_long = list[bytes](), list[int](), 0, list[tuple[int, str]]()
+    num_equal = 0
     records = (
         Record(fields, f"{file}:{number}")
         for file in dataset_files(data.path, data.split)
@@ -269,6 +345,7 @@ def _tokenised(config: Config, data: DemonstrationsConfig) -> bytes:
             if (longest := max(len(one.token_ids) for one in each.sequences)) > most:
                 too_long.append((longest, record.source))
                 continue
+            num_equal += each.rejected is not None and np.array_equal(each.token_ids, each.rejected.token_ids)
             for one in each.sequences:
                 values.append(np.where(one.loss_mask, ~one.token_ids, one.token_ids).tobytes())
                 lengths.append(len(one.token_ids))
@@ -276,11 +353,18 @@ def _tokenised(config: Config, data: DemonstrationsConfig) -> bytes:
         raise DataError(f"data.path={data.path} has no records")
     if too_long and (config.sft.too_long == "refuse" or not lengths):
         length, source = too_long[0]
-        share = f" ({len(too_long):,} of {num_records:,} are too long, the longest {max(too_long)[0]:,} tokens)"
+        longest = max(too_long)[0]
+        share = f" ({len(too_long):,} of {num_records:,} are too long, the longest {longest:,} tokens)"
+        if config.sft.too_long == "drop":
+            shortest = min(too_long)[0]
+            raise DataError(
+                f'{data.path}: nothing is left with sft.too_long="drop": the {num_records:,} records have {shortest:,} '
+                f"to {longest:,} tokens, and sft.max_tokens is {most:,}; legal: {shortest:,} or more"
+            )
         raise DataError(
             f'{source}: the conversation has {length} tokens; legal: up to {most}, or sft.too_long="drop"{share}'
         )
-    head = np.array([len(lengths), len(too_long), 0, *np.cumsum(lengths)], np.int64)
+    head = np.array([len(lengths), len(too_long), num_equal, form.num_empty, 0, *np.cumsum(lengths)], np.int64)
     return b"".join([head.tobytes(), *values])
 
 

@@ -154,6 +154,7 @@ _ANSWERED: AnyMessage = {"role": "assistant", "content": _MARK}
 _OTHER: tuple[AnyMessage, ...] = (_ASKED, {"role": "assistant", "content": "A"}, {"role": "user", "content": "R"})
 _PROBE: AnyMessage = {"role": "user", "content": "O"}
 _TOLD: AnyMessage = {"role": "system", "content": "S"}
+_OF_A_TURN = {"tool_calls", "function_call", "reasoning_content", "thinking"}  # beside its content
 _TOOL: AnyMessage = {"type": "function", "function": {"name": "f", "description": "F", "parameters": {}}}
 
 
@@ -241,6 +242,25 @@ class DialogueTemplate:
     def _asking(self) -> str:
         return self._rendered((_ASKED,))
 
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template writes the tools anywhere."""
+        return self._asking != self._tokenizer.chat_template.render((_ASKED,))
+
+    def left_out(self, turn: AnyMessage) -> str:
+        """The key of a turn whose value, or a part of whose list, the template does not write; "" if it writes all."""
+        written, content = self._turn(turn), turn["content"]
+        shorter: list[tuple[str, Any]] = [] if _is_in(written, content) else [("content", "")]
+        for key in _OF_A_TURN & turn.keys():
+            value = turn[key]
+            parts = range(len(value)) if isinstance(value, list) else range(bool(value))
+            shorter += [(key, [*value[:i], *value[i + 1 :]] if isinstance(value, list) else "") for i in parts]
+        for key, less in shorter:
+            with suppress(ConfigError):  # a template that refuses what is left has read the rest
+                if self._turn({**turn, key: less} if less or key == "content" else _without(turn, key)) == written:
+                    return key
+        return ""
+
     def plain(self, text: str) -> Int32:
         """Tokens [L] of a text without a template; special tokens may be spelt out in it."""
         return self._tokenizer.encode_rendered(text)
@@ -304,7 +324,7 @@ class DialogueTemplate:
 
 # ---------------------------------------------------------------------------------------------------------- prompt form
 
-_ASKING = ("system", "developer", "user")  # templates may shorten what was answered before, such as thoughts
+ASKING = ("system", "developer", "user")  # templates may shorten what was answered before, such as thoughts
 
 
 class PromptForm:
@@ -392,6 +412,13 @@ class PromptForm:
         asked = self.asked(record)
         return (
             (self._without_chat(asked, record), False) if isinstance(asked, str) else (self._chat(asked, record), True)
+        )
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields that make the prompt."""
+        return (
+            (self._data.prompt_field,) if self._data.prompt_field else tuple(name for _, name in self._pieces if name)
         )
 
     def asked(self, record: Record) -> str | list[Message]:
@@ -495,7 +522,7 @@ class PromptForm:
     def refuse_left_out(self, messages: Sequence[Message], text: str, record: Record) -> None:
         """Raise DataError for a message with content that the chat template leaves out."""
         for message in messages:
-            if message["role"] not in _ASKING or _is_in(text, message["content"]):
+            if message["role"] not in ASKING or _is_in(text, message["content"]):
                 continue
             if message["role"] == "user":
                 raise DataError(
@@ -549,6 +576,10 @@ def _pieces(template: str) -> tuple[tuple[str, str], ...]:
     if not any(name for _, name, _, _ in parts):
         raise ConfigError(f"data.prompt_template={template!r} names no field: every prompt would be the same")
     return tuple((literal, name or "") for literal, name, _, _ in parts)
+
+
+def _without(message: AnyMessage, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
 
 
 def _is_in(text: str, content: str) -> bool:

@@ -71,6 +71,9 @@ def _home() -> Path:
 _LONGEST_SHOWN = 60  # characters of a value in a message
 
 
+HOW_TO_ASK = "; data.prompt_field says which is asked"  # end of a message
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One row of a dataset."""
@@ -138,7 +141,7 @@ class Record:
         part = name[len(inside) + 1 if inside else 0 :].partition(".")[0]
         meant = [".".join(filter(None, (inside, near))) for near in nearest(part, names)]
         hint = f" (did you mean {meant[0]}?)" if meant else ""
-        chosen = "; data.prompt_field says which is asked" if (key, name) == ("data.prompt_template", "prompt") else ""
+        chosen = HOW_TO_ASK if (key, name) == ("data.prompt_template", "prompt") else ""
         return f"no field {name!r}, which {key} names; {what} {has}{hint}{chosen}"
 
     def _as_text(self, name: str, key: str) -> str:

@@ -88,6 +88,10 @@ def test_settings_of_the_stage_are_those_of_a_run_of_its_own(tmp_path: Path, mon
             "demonstrations={path='d',completion_field='a',rejected_field='b'}",
             "demonstrations.rejected_field='b' has no effect with sft.loss='cross_entropy'",
         ),
+        (
+            "demonstrations={path='d',completion_field='a',prompt_field='a'}",
+            "demonstrations.prompt_field='a' with demonstrations.completion_field='a': it is the same",
+        ),
         ("sft.min_learning_rate=0.1", "sft.min_learning_rate=0.1 is above sft.learning_rate=1e-05"),
         ("sft.early_stop=2", "sft.early_stop=2 has no effect with sft.held_out=0 and demonstrations.held_out=false"),
         ("rewards.timeout_s=4.0", "[rewards] has no effect with run.stage='sft'; legal: to leave it out"),
@@ -122,6 +126,13 @@ def test_preferences_have_a_reference_and_both_of_a_pair_fit_a_row(tmp_path: Pat
     assert (config.longest_conversation, config.sft.beta, config.has_reference) == (32, 0.1, True)
     assert supervised(config, 8).trainer.reference_memory == "device"
     assert not loaded(tmp_path, ALONE).has_reference
+    with pytest.raises(
+        ConfigError, match=r"demonstrations\.use_chat_template=true has no effect with prompt_template=''"
+    ):
+        loaded(tmp_path, ALONE, *words, "demonstrations.use_chat_template=true")
+    same = r"demonstrations\.rejected_field='chosen' with demonstrations\.completion_field='chosen': it is the same"
+    with pytest.raises(ConfigError, match=same):
+        loaded(tmp_path, ALONE, *words, "demonstrations.rejected_field=chosen")
     with pytest.raises(ConfigError, match=r"sft\.max_tokens=33 with trainer\.token_budget=64; legal: 2 to 32"):
         loaded(tmp_path, ALONE, *words, "sft.max_tokens=33")
     before = loaded(tmp_path, RUN_FILE, *words, "algorithm.kl_coefficient=0.0")

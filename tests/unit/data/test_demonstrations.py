@@ -17,7 +17,7 @@ from rlhpc.algorithms.packing import FlopCost, unpack
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_sft import DemonstrationsConfig
 from rlhpc.data import demonstrations
-from rlhpc.data.demonstrations import DemonstrationForm, Demonstrations, open_demonstrations
+from rlhpc.data.demonstrations import DemonstrationForm, Demonstrations, fitting_keys, open_demonstrations
 from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import ConfigError, DataError
@@ -111,6 +111,49 @@ def test_calls_of_tools_are_learnt_as_the_template_writes_them(tmp_path: Path) -
     assert tokenizer.decode(learnt, keep_special_tokens=True) == "<tool_call>search<|im_end|>" * 2
 
 
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"tool_calls": [{"name": "search"}]}, "tool_calls"),
+        ({"content": "I search.", "tool_calls": [{"name": "search"}]}, "tool_calls"),
+        ({"content": "b", "reasoning_content": "Since a."}, "reasoning_content"),
+        ({"content": "b", "function_call": {"name": "search"}}, "function_call"),
+    ],
+)
+def test_what_the_template_leaves_out_of_a_turn_is_refused(
+    models: dict[str, PromptTokenizer], said: dict[str, Any], key: str
+) -> None:
+    turn = {"role": "assistant", "content": None, **said}
+    messages = [message("user", "a"), turn, message("user", "c"), message("assistant", "d")]
+    with pytest.raises(DataError, match=rf"d\.jsonl:1: the chat template .* does not write {key} of the assistant"):
+        made_of(models["qwen2.5"], {"messages": messages})
+    plain = {**turn, "content": "b", **{name: None for name in said if name != "content"}}
+    made_of(models["qwen2.5"], {"messages": [message("user", "a"), plain]})  # nulls of Parquet
+
+
+@pytest.mark.parametrize("written", ["message.tool_calls[0].name", "message.tool_calls | tojson"])
+def test_every_call_of_a_turn_is_written_and_so_is_its_text(tmp_path: Path, written: str) -> None:
+    either = "{%- if message.tool_calls %}{{- " + written + " }}{%- else %}{{- message.content }}{%- endif %}"
+    template = QWEN25.replace("message.content + '<|im_end|>'", "'' }}" + either + "{{- '<|im_end|>'")
+    tokenizer = PromptTokenizer(make_chat_model(tmp_path, "qwen2.5", template))
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}, {"name": "g"}]}
+    if "tojson" in written:
+        made_of(tokenizer, {"messages": [message("user", "a"), calls]})
+    else:
+        with pytest.raises(DataError, match="does not write tool_calls of the assistant"):
+            made_of(tokenizer, {"messages": [message("user", "a"), calls]})
+    one = calls | {"content": "I ask f.", "tool_calls": [{"name": "f"}]}
+    with pytest.raises(DataError, match="does not write content of the assistant"):
+        made_of(tokenizer, {"messages": [message("user", "a"), one]})
+
+
+def test_tools_that_the_template_does_not_write_are_refused(models: dict[str, PromptTokenizer]) -> None:
+    record = {"messages": [message("user", "a"), message("assistant", "b")], "tools": [{"type": "function"}]}
+    with pytest.raises(DataError, match=r"does not write tools, and data\.tools_field='tools'"):
+        made_of(models["trims"], record, tools_field="tools")
+    made_of(models["trims"], record | {"tools": []}, tools_field="tools")
+
+
 def test_tools_of_a_record_are_told_where_the_template_tells_them(models: dict[str, PromptTokenizer]) -> None:
     tokenizer, tools = models["qwen2.5"], [{"type": "function", "function": {"name": "f", "strict": None}}]
     messages = [message("user", "a"), message("assistant", "b")]
@@ -142,8 +185,14 @@ def test_prompts_and_completions_are_learnt_with_and_without_a_template(models: 
         fields = {"prompt_field": "chat", "completion_field": completion, "system_prompt": "S"}
         assert made_of(tokenizer, record, **fields) == wanted
     assert made_of(tokenizer, {"messages": json.dumps(chat["messages"])}) == wanted
-    with pytest.raises(DataError, match="a prompt that is text, and a completion that is chat messages"):
+    words = r"a prompt that is text, and a completion that is chat messages; legal: data\.use_chat_template=true"
+    with pytest.raises(DataError, match=words):
         made_of(tokenizer, record, **(table | {"completion_field": "said"}))
+    made_of(tokenizer, record, **(table | {"completion_field": "said"}), use_chat_template=True)
+    with pytest.raises(
+        DataError, match=r'whole conversation; legal: data\.messages_field="messages", without data\.comp'
+    ):
+        made_of(tokenizer, record | chat, **(table | {"completion_field": "messages"}))
 
 
 def test_the_prompt_of_a_preference_is_a_field_or_what_both_answers_begin_with(
@@ -175,6 +224,52 @@ def test_the_prompt_of_a_preference_is_a_field_or_what_both_answers_begin_with(
     assert same == [("ab<|im_end|>", "b<|im_end|>")] * 2
     with pytest.raises(DataError, match=r"d\.jsonl:1: two answers that do not begin with the same prompt"):
         pair({"chosen": "dog", "rejected": "den"}, prompt_template="")
+
+
+CHAT = [message("user", "a"), message("assistant", "b")]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "messages_field='conv"),
+        ({"question": "a", "answer": "b"}, "completion_field='answer', data.prompt_template=\"{question}\""),
+        ({"instruction": "a", "input": "", "output": "b"}, 'prompt_template="{instruction}\\n\\n{input}"'),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "completion_field='completion', data.prompt_field='prompt'"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "rejected_field='rejected', data.prompt_template=\"{prompt}\"",
+        ),
+        (
+            {"chosen": CHAT, "rejected": CHAT},
+            "sft.loss='dpo', data.completion_field='chosen', data.rejected_field='rej",
+        ),
+    ],
+)
+def test_a_record_without_the_field_is_answered_with_keys_that_fit_it(
+    models: dict[str, PromptTokenizer], record: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError) as refusal:
+        made_of(models["qwen2.5"], record)
+    assert "d.jsonl:1: no field 'messages', which data.messages_field names" in str(refusal.value)
+    assert f"; legal: {fitting_keys(Record(record, ''))}" in str(refusal.value)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("record", [{"chosen": CHAT, "rejected": CHAT}, {"chosen": "a: b", "rejected": "a: c"},
+                                    {"prompt": "a", "chosen": CHAT, "rejected": CHAT},
+                                    {"prompt": CHAT[:1], "chosen": CHAT, "rejected": CHAT}])  # fmt: skip
+def test_pairs_that_begin_with_their_prompt_are_told_the_key_for_it(
+    models: dict[str, PromptTokenizer], record: dict[str, Any]
+) -> None:
+    table = {"completion_field": "chosen", "rejected_field": "rejected"}
+    chat = {"use_chat_template": True} if isinstance(record.get("prompt"), str) else {}
+    field = {"prompt_field": "prompt"} if isinstance(record.get("prompt"), list) else {}
+    for more in (field, chat | field):
+        with pytest.raises(DataError, match=r'; legal: .*prompt_template=""') as refusal:
+            made_of(models["qwen2.5"], record, **table, **more)
+        assert "which is asked" not in str(refusal.value)
+    made_of(models["qwen2.5"], record, **table, prompt_template="")
 
 
 @pytest.mark.parametrize(
@@ -339,6 +434,25 @@ def test_long_conversations_are_left_out_where_that_is_wanted(tmp_path: Path, re
         DataError, match=r"d\.jsonl:2: .* has 72 tokens; .*\(2 of 4 are too long, the longest 82 tokens\)"
     ):
         open_demonstrations(config_of(tmp_path, PLAIN))
+
+
+def test_a_limit_that_leaves_nothing_says_how_long_conversations_are(tmp_path: Path, read: Any) -> None:
+    write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "answer": "1" * length} for length in (70, 80)])
+    with pytest.raises(DataError) as refusal:
+        open_demonstrations(config_of(tmp_path, PLAIN, too_long="drop"))
+    said = 'nothing is left with sft.too_long="drop": the 2 records have 72 to 82 tokens, and sft.max_tokens is 64'
+    assert f"{said}; legal: 72 or more" in str(refusal.value)
+
+
+def test_answers_that_teach_nothing_are_counted(tmp_path: Path, read: Any) -> None:
+    pairs = [("1", "1"), ("1", "2"), ("1", ""), (" ", "2"), ("12", "12")]
+    write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "answer": yes, "no": no} for yes, no in pairs])
+    corpus = open_demonstrations(config_of(tmp_path, PLAIN | {"rejected_field": "no"}, loss="dpo")).corpora[0]
+    assert (len(corpus), corpus.num_equal, corpus.num_empty) == (5, 2, 2)
+    corpus = open_demonstrations(config_of(tmp_path, PLAIN)).corpora[0]
+    assert (corpus.num_equal, corpus.num_empty) == (0, 1)
+    write_jsonl(tmp_path / "d.jsonl", [{"messages": [message("user", "a"), message("assistant", "")]}] * 2)
+    assert open_demonstrations(config_of(tmp_path)).corpora[0].num_empty == 2
 
 
 def test_a_dataset_is_tokenised_once_and_again_when_it_or_what_was_kept_has_changed(
