@@ -98,7 +98,7 @@ def _compiler(key: str, ready: dict[str, Any], component: JobComponent, config: 
     if not missing:
         yield row(key, "pass", f"{compiler}, Python.h")
         return
-    needs = component.name == "generation" and (config is None or config.generation.engine == "vllm")
+    needs = _has_engine(component.name) and (config is None or config.generation.engine == "vllm")
     text = f"not on {ready['node']}: {' and '.join(missing)}; Triton compiles its launchers when a kernel first runs"
     remedy = "legal: a module with gcc in [prologue]; Python's headers: python3-dev, or a Python of uv or conda"
     yield row(key, "fail" if needs else "warn", text, remedy)
@@ -218,9 +218,13 @@ def _needed(component: str, config: Config | None) -> list[str]:
     if component == "trainer":
         backend = config.trainer.backend if config else "reference"
         return ["torch", *([backend] if backend != "reference" else [])]
-    if component == "generation" and (config is None or config.generation.engine == "vllm"):
+    if _has_engine(component) and (config is None or config.generation.engine == "vllm"):
         return ["torch", "vllm"]
     return []
+
+
+def _has_engine(component: str) -> bool:
+    return component == "generation" or component.startswith("service-")
 
 
 def _gpus(key: str, ready: dict[str, Any], component: JobComponent) -> Iterator[Finding]:
