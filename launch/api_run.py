@@ -26,6 +26,7 @@ from launch.common.text import optional_module, without_dots
 from launch.run_files.run_state import run_name
 from launch.view.rollouts import RunRollouts, SeenRollout, Selection
 from launch.view.run import RunView, hint
+from launch.view.standing import standing_now
 from rlhpc.base.files import write_atomically
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, settled
@@ -271,8 +272,16 @@ class Run:
 
     @property
     def phase(self) -> str:
-        """ "complete", or the last phase of the controller: "training", "stopped", …; "new" before it begins."""
-        return "complete" if self.summary is not None else str(self.status.get("phase", "new"))
+        """Phase of the controller ("starting", "training", …), "new" before, and in the end how it ended.
+
+        That is "complete", "stopped", "failed", or "lost": nothing is alive, and nothing says why.  Of a submitted run
+        that has been silent for a minute Slurm is asked.
+        """
+        view = self._view
+        standing = standing_now(view) if view.is_there else None
+        if standing is None or standing.state.is_alive:
+            return view.phase or "new"
+        return str(standing.state)
 
     @property
     def figures(self) -> Mapping[str, Curve]:

@@ -508,6 +508,10 @@ def whole(value: object) -> int | None:
 def hint(pattern: str, names: Iterable[str]) -> str:
     """Suggestion instead of a name or pattern that matches none of `names`."""
     known = [*names]
+    if not known:
+        return "; it has none yet: the first step writes them"
+    if f"{pattern}/mean" in known:
+        return f" (did you mean {pattern}/mean?)"
     families = sorted({name.partition("/")[0] for name in known})
     return near_hint(pattern, known) or f"; it has {', '.join(f'{each}/*' for each in families)}"
 

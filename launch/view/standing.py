@@ -338,6 +338,16 @@ def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
     return State.LOST, "" if view.phase else "ended before its controller started"
 
 
+def standing_now(view: RunView) -> Standing:
+    """Determine the state of one run; Slurm is asked only where the run's files do not tell.  Raises OSError."""
+    found = standing_of(view, Queue(trouble="not asked"), time.time())
+    if found.state is not State.UNKNOWN:
+        return found
+    asked = look_at_my_jobs() if view.is_mine else MyQueue((), _NOT_ASKED)
+    by_run, others = _jobs_by_run(asked, [view])
+    return standing_of(view, Queue(tuple(by_run.get(view.identity, ())), others, asked.trouble), time.time())
+
+
 # --------------------------------------------------------------------------------------------------------------- where
 
 

@@ -37,7 +37,7 @@ from rlhpc.data.prompt_form import (
     as_conversation,
     conversation_messages,
     is_conversation,
-    refuse_pythons,
+    refuse_no_messages,
     told_first,
     without_nulls,
 )
@@ -121,7 +121,7 @@ class DemonstrationForm:
             name, key = self._data.messages_field, "data.messages_field"
             value = as_conversation(record.value(name, key))
             if not is_conversation(value):
-                refuse_pythons(value, record.source, name)
+                refuse_no_messages(value, record.source, name)
                 raise DataError(
                     f"{record.source}: field {name!r} ({key}) is no list of chat messages; legal: "
                     '[{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}], or a completion_field'

@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ def _line(row: dict[str, Any]) -> bytes:
 FORMS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 ALL = "all"  # as a split
 _DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "config.json")  # as hubs have them, beside data/ too
+_STRING_OR_INTEGER = re.compile(r'"(?:\\.|[^"\\])*"|(\d+)')
 _SHARD = re.compile(r"(\w+)-[0-9]{5}-of-[0-9]{5}\.")  # of a split, as `datasets` names its files
 _SPLIT = re.compile(r"(train|training|validation|valid|val|dev|eval|test)(?![A-Za-z0-9])")
 _CANONICAL = {
@@ -281,8 +283,8 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
             damage = "; the line has NUL bytes, as after a crash or a sparse copy" if b"\0" in line else ""
             wrong = f"{source}: malformed JSON: {error.msg} at column {error.colno}{damage}"
             raise DataError(f"{wrong}{_habit(text, error)}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
-            raise DataError(f"{source}: JSON that cannot be read: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{source}: {_excess(error)}") from error
         if text.strip():
             yield _object(fields, source, "the line"), number
 
@@ -316,16 +318,52 @@ def _json_document(file: Path) -> Rows:
             yield from _json_lines(file)
             return
         raise DataError(f"{file}:{error.lineno}: malformed JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # as above
-        raise DataError(f"{file}: JSON that cannot be read: {error}") from error
-    if isinstance(document, dict) and len(lists := [each for each in document.values() if isinstance(each, list)]) == 1:
-        document = lists[0]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}{_line_of_excess(text, error)}: {_excess(error)}") from error
     if isinstance(document, dict):
-        document = [document]
+        _refuse_several(document, file)
+        lists = [each for each in document.values() if isinstance(each, list)]
+        document = lists[0] if len(lists) == 1 else [document]
     if not isinstance(document, list):
         raise DataError(f"{file}: the document is {kind(document)}; legal: an array of objects")
     for number, item in enumerate(document, start=1):
         yield _object(item, f"{file}:{number}", f"item {number} of the array"), number
+
+
+def _excess(error: ValueError | RecursionError) -> str:
+    """Reason why Python reads no JSON that is well formed: an integer of thousands of digits, thousands of levels."""
+    if isinstance(error, RecursionError):
+        return "lists and objects within one another, deeper than Python reads; legal: some hundred levels"
+    return (
+        f"an integer of more than {sys.get_int_max_str_digits():,} digits; legal: fewer, or the number as a "
+        'string, "123…"'
+    )
+
+
+def _line_of_excess(text: str, error: ValueError | RecursionError) -> str:
+    """ ":LINE" of the integer that has too many digits; "" for too many levels."""
+    if isinstance(error, RecursionError):
+        return ""
+    parts = _STRING_OR_INTEGER.finditer(text)
+    starts = (each.start(1) for each in parts if len(each[1] or "") > sys.get_int_max_str_digits())
+    return next((f":{text.count(chr(10), 0, start) + 1}" for start in starts), "")
+
+
+def _refuse_several(document: dict[str, Any], file: Path) -> None:
+    """Raise DataError for several arrays of records in one document: of which a run trains, it would have to guess.
+
+    An object with messages is a record, also beside tools.
+    """
+    arrays = {
+        name: value
+        for name, value in document.items()
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+    }
+    if len(arrays) > 1 and not any({"role", "from"} & value[0].keys() for value in arrays.values()):
+        raise DataError(
+            f"{file}: holds {len(arrays)} arrays of objects, {', '.join(map(repr, arrays))}; legal: one, or a file for "
+            "each; a single record goes into a file named .jsonl"
+        )
 
 
 def _object(value: Any, source: str, what: str) -> dict[str, Any]:

@@ -91,8 +91,10 @@ def as_conversation(value: Any) -> Any:
     return value
 
 
-def refuse_pythons(value: Any, source: str, name: str) -> None:
-    """Raise DataError for str() of a list of messages, which pandas writes into CSV, and which is no prompt."""
+def refuse_no_messages(value: Any, source: str, name: str) -> None:
+    """Raise DataError for an empty list, and for str() of a list of messages, which pandas writes into CSV."""
+    if value == []:
+        raise DataError(f"{source}: field {name!r} is a list without a message; legal: at least one that asks")
     if isinstance(value, str) and _PYTHONS.match(value):
         raise DataError(f"{source}: field {name!r} holds messages as Python writes them; legal: JSON (json.dumps)")
 
@@ -430,7 +432,7 @@ class PromptForm:
                 messages = prompt_messages(value, record.source, data.prompt_field, data.system_prompt)
                 self._refuse_empty([messages[-1]["content"]], record, f"the last message of {data.prompt_field!r}")
                 return messages
-            refuse_pythons(value, record.source, data.prompt_field)
+            refuse_no_messages(value, record.source, data.prompt_field)
             text = record.text(data.prompt_field, "data.prompt_field")
             self._refuse_empty([text], record, f"field {data.prompt_field!r} (data.prompt_field)")
         else:
@@ -457,6 +459,7 @@ class PromptForm:
         value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
         if is_conversation(value):
             return [message["content"] for message in prompt_messages(value, record.source, data.prompt_field, "")]
+        refuse_no_messages(value, record.source, data.prompt_field)
         return [record.text(data.prompt_field, "data.prompt_field")]
 
     def shows_reference(self, record: Record) -> bool:

@@ -101,9 +101,11 @@ class Record:
     def number(self, name: str, key: str) -> float:
         """A field as a number; `key` of the run file names the field.  Raises DataError otherwise."""
         value = self.value(name, key)
-        if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+        if _is_finite(value) and abs(value) <= sys.float_info.max:
             return float(value)
-        raise DataError(f"{self.source}: field {name!r}, which {key} names, is {value!r}; legal: a number")
+        most = f" within ±{sys.float_info.max:.1e}" if _is_finite(value) else ""
+        shown = repr(value)[:_LONGEST_SHOWN]
+        raise DataError(f"{self.source}: field {name!r}, which {key} names, is {shown}; legal: a number{most}")
 
     def value(self, name: str, key: str) -> Any:
         """A field as it is; `key` of the run file names it.  Raises DataError if there is none."""
@@ -151,7 +153,7 @@ class Record:
             if not is_unicode(value):
                 raise DataError(f"{self.source}: field {name!r} holds half of a surrogate pair, which is no character")
             return value
-        if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+        if _is_finite(value):
             return format(Decimal(str(value)), "f")  # without an exponent, which mathematics reads as e
         shown = "" if value is None else f" {str(value)[:_LONGEST_SHOWN]}"
         raise DataError(
@@ -177,6 +179,13 @@ def read_records(path: Path, split: str = "") -> list[Record]:
     if not records:
         raise DataError(f"data.path={path} has no records")
     return records
+
+
+def _is_finite(value: Any) -> bool:
+    """True for numbers besides infinities and NaN; math.isfinite raises for integers beyond floats."""
+    if isinstance(value, int | Decimal):
+        return not isinstance(value, bool) and Decimal(value).is_finite()
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _spelled(value: Any) -> str:

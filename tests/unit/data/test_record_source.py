@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import math
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -373,8 +374,45 @@ def test_numbers_too_long_and_lists_too_deep_for_python_are_named(
     tmp_path: Path, name: str, form: bytes, value: bytes
 ) -> None:
     (tmp_path / name).write_bytes(form % value)
-    with pytest.raises(DataError, match=rf"{name}(:2)?: JSON that cannot be read: (Exceeds the limit|maximum recur)"):
+    reason = "lists and objects within one another" if value is DEEP else "an integer of more than 4,300 digits; legal"
+    with pytest.raises(DataError, match=rf"{name}(:[12])?: {reason}"):
         read_records(tmp_path / name)
+
+
+def test_the_line_of_an_integer_of_too_many_digits_is_told_and_not_that_of_a_text_of_digits(tmp_path: Path) -> None:
+    text = b'{"records": [\n{"a": "%b\\"%b"},\n\n{"a": -%b}]}' % (HUGE, HUGE, HUGE)
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(DataError, match=r"a\.json:4: an integer"):
+        read_records(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), Decimal(10) ** 400], ids=["integer", "negative", "decimal"])
+def test_a_number_beyond_floats_is_text_and_no_difficulty(value: Any) -> None:
+    record = Record({"answer": value}, "a:1")
+    assert record.text("answer") == record.reference("answer") == str(int(value))
+    with pytest.raises(
+        DataError, match=r"a:1: field 'answer', which k names, is .*; legal: a number within ±1\.8e\+308"
+    ):
+        record.number("answer", "k")
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, Decimal("NaN"), Decimal("Infinity"), True])
+def test_what_is_no_finite_number_is_neither(value: Any) -> None:
+    record = Record({"answer": value}, "a:1")
+    with pytest.raises(DataError, match="legal: a string or a number"):
+        record.text("answer")
+    with pytest.raises(DataError, match=r"legal: a number$"):
+        record.number("answer", "k")
+
+
+def test_of_several_arrays_of_records_in_a_document_none_is_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"version": 1, "train": [{"a": 1}], "test": [{"a": 2}], "names": ["x"]}')
+    with pytest.raises(DataError, match=r"a\.json: holds 2 arrays of objects, 'train', 'test'; legal: one"):
+        read_records(file)
+    for record in ({"messages": [{"role": "user"}], "tools": [{"name": "x"}]}, {"a": [1], "b": [{"c": 1}], "d": []}):
+        file.write_text(json.dumps(record))
+        assert [each.fields for each in read_records(file)] == [record]
 
 
 @pytest.mark.parametrize("text", [DEEP.decode(), "[" + HUGE.decode() + "]"], ids=["depth", "digits"])

@@ -35,7 +35,7 @@ from rlhpc.protocol.errors import CheckpointError, ConfigError, RlhpcError, Role
 from rlhpc.training.checkpoint_directory import begin, complete
 from tests.ring.run_kit import make_lab
 from tests.unit.doc_pages import ROOT, blocks
-from tests.unit.launch.runs_kit import Runs, TextRun
+from tests.unit.launch.runs_kit import Runs, TextRun, living_launcher
 
 PAGE = ROOT / "docs" / "python.md"
 HEADINGS = ("Read a run", "Run and evaluate", "Submit runs")
@@ -87,6 +87,47 @@ def test_a_run_is_arrays_rollouts_and_checkpoints(first):
     first.layout.summary.write_text('{"steps": 2}')
     assert run.phase == "complete"  # each question is answered anew
     assert repr(run).endswith("step 2 of 2, complete)")
+
+
+def test_the_phase_of_a_run_that_has_ended_is_how_it_ended(runs):
+    layout = runs.local("first")
+    runs.status(layout, "training", 5)
+    layout.log("trainer", 0, 0).parent.mkdir()
+    layout.log("trainer", 0, 0).write_text("2026-11-22 01:16:05,123 trainer-0 rlhpc.lifecycle ERROR StarvedError: x\n")
+    run = rlhpc.Run(layout.root)
+    with living_launcher(layout):
+        assert run.phase == "training"
+    assert run.phase == "failed"
+    assert repr(run).endswith("step 5 of 100, failed)")
+    layout.log("trainer", 0, 0).unlink()
+    assert run.phase == "lost"  # killed, with its launcher
+    runs.status(layout, "stopped", 5)
+    assert run.phase == "stopped"
+
+
+def test_slurm_is_asked_for_the_phase_of_a_submitted_run_that_is_silent(runs):
+    layout = runs.submitted("first", 12)
+    run = rlhpc.Run(layout.root)
+    runs.status(layout, "training", 5)
+    assert (run.phase, runs.calls()) == ("training", [])
+    runs.status(layout, "training", 5, ago_s=900.0)
+    runs.queue(layout, "12", "RUNNING", nodes="c0")
+    assert run.phase == "training"  # a long step
+    runs.queue(layout, "12", "CANCELLED")
+    assert rlhpc.Run(runs.submitted("never", 13, begun=False).root).phase == "lost"
+    runs.script("exit 1")
+    assert run.phase == "training"  # Slurm does not answer
+    runs.verdict(layout, 12, "given_up: trainer-0 on t0 ended with 70")
+    assert run.phase == "failed"
+
+
+def test_what_a_run_lacks_of_figures_is_told(first, tmp_path):
+    figures = rlhpc.Run(first.layout.root).figures
+    with pytest.raises(KeyError, match=r"did you mean reward/mean\?"):
+        figures["reward"]
+    empty = TextRun(tmp_path / "empty", "run.name=empty")
+    with pytest.raises(KeyError, match="it has none yet"):
+        rlhpc.Run(empty.layout.root).figures["reward/mean"]
 
 
 @pytest.mark.parametrize("load", [rlhpc.Run, rlhpc.Run.load])
@@ -423,8 +464,10 @@ def test_every_name_that_the_page_lists_is_there():
 
 
 @pytest.fixture
-def runs(tmp_path) -> Runs:
-    return Runs(tmp_path)
+def runs(tmp_path, monkeypatch) -> Runs:
+    runs = Runs(tmp_path)
+    monkeypatch.setenv("PATH", f"{runs.bin}:/usr/bin:/bin")
+    return runs
 
 
 def _ended(layout: object, job_id: int, result: tuple[str, object]) -> None:

@@ -316,6 +316,7 @@ LINES = (
     case("a template with a lone brace", key("data.prompt_template", "Give {prompt} as {"), "data.prompt_template=", "brace"),
     case("a template with a place without a name", key("data.prompt_template", "Add {}"), "data.prompt_template='Add {}'", "name"),
     case("chat messages where text is meant", data_file("train.parquet", VERL, reference_field="reward_model.ground_truth"), "train.parquet:1", "'prompt' is a list", "data.prompt_field"),
+    case("chat without a message", records({"prompt": [], "answer": "2"}, prompt_field="prompt"), "train.jsonl:1", "'prompt' is a list without a message", "legal"),
     case("chat messages of a strange role", records({"prompt": [{"role": "human", "content": "1+1="}], "answer": "2"}, prompt_field="prompt"), "train.jsonl:1", "'human'", "user"),
     case("chat messages of ShareGPT's words", records({"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}, prompt_field="prompt"), "train.jsonl:1", "role"),
     case("a field of tasks that nobody has", key("data.task_field", "source", data__tasks={"a": "math_answer"}), "data.task_field='source'", "'prompt', 'answer'"),
