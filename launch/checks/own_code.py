@@ -36,7 +36,9 @@ from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config.tables_services import LIBRARIES, is_code
 from rlhpc.data.files import dataset_files, read_rows
 from rlhpc.data.prompt_form import task_of
+from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.record_source import Record
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import ConfigError, RoleFailed
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.outcomes import INVALID, DialogueRequest, Turn
@@ -221,11 +223,14 @@ async def _played(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
             took_s = time.monotonic() - began
             spent_s += took_s
             _refuse_failed_turn(trial, turn, what, legal)
+            if turns and not is_last:
+                _refuse_empty_turn(trial, turn, what)
             rounds[-1].append(turn)
             where = f"data.environment={trial.task!r}, {what} of {trial.record.source}"
             if len(rounds) == 1:
                 doubts += [_slow(where, took_s, OWN_REWARD, config), _huge(where, turn.reward)]
-    opening, _, last = rounds[0]
+    opening, answer, last = rounds[0]
+    doubts += _long_observations(config, trial, opening, answer)
     begins = f"begins with {counted(len(opening.messages), 'message')}"
     line = f"environment {trial.task}, tried on {trial.record.source}: {begins}, {last.reward:g} for {NO_ANSWER!r}"
     return [line, *filter(None, [*doubts, *_other_turns(trial, rounds)])]
@@ -253,6 +258,32 @@ def _refuse_failed_turn(trial: _Trial, turn: Turn, what: str, legal: str) -> Non
         limit = " (rewards.timeout_s)" if "no answer within" in why else ""
         raise ConfigError(
             f"data.environment={trial.task!r}, tried on {trial.record.source}, {what}: {why}{limit}; {legal}"
+        )
+
+
+def _refuse_empty_turn(trial: _Trial, turn: Turn, what: str) -> None:
+    """Raise ConfigError for a step without any content: a forgotten return value."""
+    if not (turn.messages or turn.is_done or turn.reward or turn.parts or turn.detail):
+        raise ConfigError(
+            f"data.environment={trial.task!r}, tried on {trial.record.source}, {what}: a Step with no message, no "
+            "reward and no end: the policy would go on as if it had said nothing; legal: messages for its next turn, "
+            "or is_done=True"
+        )
+
+
+def _long_observations(config: Config, trial: _Trial, opening: Turn, answer: Turn) -> Iterator[str]:
+    """Warn of messages that leave no room for the turn after them: such dialogues end before it."""
+    dataset = next(place for place, each in enumerate(config.data) if each.environment == trial.task)
+    room, tokenizer = config.max_completion_tokens(dataset), PromptTokenizer.of(config.model)
+    template = dialogue_template(config, tokenizer)
+    begun = len(template.opening(opening.messages))
+    read = begun if answer.is_over else begun + len(template.observation(answer.messages, last_token=-1))
+    if read >= room:
+        what = "reset(record)" if begun >= room else f"step({NO_ANSWER!r})"
+        yield (
+            f"warning     data.environment={trial.task!r}, {what} of {trial.record.source}: its messages have "
+            f"{read} tokens, and generation.max_completion_tokens={room} is for all turns and messages of a dialogue: "
+            "it would end before the policy's next turn"
         )
 
 

@@ -38,7 +38,7 @@ from launch.run_directory.prepare import (
 from launch.run_files.records import JobRecord, read_job_records, replicas_of, role_of_job, write_job_record
 from launch.run_files.run_state import command_to_continue, is_complete, last_words, read_progress
 from launch.slurm.commands import SlurmError
-from launch.slurm.queue import PATIENCE_S, cancel
+from launch.slurm.queue import PATIENCE_S, cancel, look_at_jobs
 from launch.slurm.sbatch import MayBeQueued
 from launch.verify.audit import look_before_going_on
 from rlhpc.base.files import write_atomically
@@ -113,6 +113,7 @@ def submit(options: argparse.Namespace) -> int:
         dependency(options.after)
         run = prepare(config, options.site_file)
         as_far_as_slurm_answers(lambda: check(run, print_or_lose), print_or_lose)
+        warn_of_unknown_jobs(options.after, print_or_lose)
         as_far_as_slurm_answers(lambda: refuse_run_dir_for_jobs(run.config, run.layout, **how), print_or_lose)
         print("\n".join(_jobs(config, run.site)))
         return 0
@@ -155,6 +156,7 @@ def submit_run(
     """
     options, run = dependency(after), prepare(config, site_file)
     check(run, tell)
+    warn_of_unknown_jobs(after, tell)
     if has_stage_before(run.config):
         run, options = _after_stage(run, options, resume=resume, fresh=fresh, tell=tell)
         resume = resume and run.layout.is_run  # the stage before may have been interrupted
@@ -304,6 +306,14 @@ def dependency(after: str | None) -> list[str]:
     if not _DEPENDENCY.fullmatch(after):
         raise ConfigError(f"--after {after!r}: legal: a job id, or a dependency of sbatch such as afterany:123")
     return [f"--dependency={after}"]
+
+
+def warn_of_unknown_jobs(after: str | None, tell: Tell) -> None:
+    """Warn of jobs in --after that Slurm does not know: sbatch takes them, and waits for none."""
+    jobs = [int(number) for number in re.findall(r":(\d+)", f":{after or ''}")]
+    if unknown := look_at_jobs(jobs).unknown:
+        names = ", ".join(map(str, unknown))
+        tell(f"warning     --after {after}: Slurm knows no job {names}: another id is meant, or it ended long ago")
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

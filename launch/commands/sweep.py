@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from launch.commands.submit import Tell, check, dependency, prepare, submit_checked
+from launch.commands.submit import Tell, check, dependency, prepare, submit_checked, warn_of_unknown_jobs
 from launch.common.text import counted
 from launch.doctor.slurm_plan import as_far_as_slurm_answers
 from launch.run_directory.prepare import refuse_run_dir_for_jobs
@@ -46,6 +46,7 @@ def submit_sweep(options: argparse.Namespace, tell: Tell) -> int:
         elif nameless not in checked:
             check(run, tell)
         checked.add(nameless)
+    warn_of_unknown_jobs(options.after, tell)
     refused = []
     for run in runs:
         is_resumed = options.resume and run.layout.root.exists()

@@ -157,7 +157,7 @@ class Cause(enum.Enum):
     STOP = "asked for by `rlhpc stop`", "end", 0
     ABORT = "asked for by `rlhpc stop --now`", "end", 1
     TIME = "this job is close to its time limit", "requeue", 0
-    YIELD = "another job of the run is close to its time limit", "again", 0
+    YIELD = "another job of the run ends, and is to find a checkpoint", "again", 0
     SIGNAL = "Slurm ended this job (scancel, preemption, node failure)", "leave", 143
     INTERRUPTED = "interrupted", "leave", 130
     FENCED = "a later attempt has taken over", "leave", EXIT_FENCED
@@ -272,8 +272,20 @@ def wants_abort(layout: RunLayout, *, is_certain: bool = False) -> bool:
     return _exists(layout.abort_request, is_certain)
 
 
+ENDED_BY_SLURM = "is being ended by Slurm: cancelled, preempted, or its node fails"
+NEAR_ITS_LIMIT = "is close to its time limit"
+
+
+def reason_to_save(request: Path) -> str:
+    """The reason that a job wrote into its request to save."""
+    try:
+        return request.read_text() or NEAR_ITS_LIMIT
+    except (OSError, UnicodeDecodeError):  # withdrawn meanwhile
+        return NEAR_ITS_LIMIT
+
+
 def save_requests(layout: RunLayout) -> list[Path]:
-    """Requests to save, by jobs that are close to their time limit."""
+    """Requests to save, by jobs that end: by their names, reason_to_save says why."""
     return sorted(seen(lambda: matching(layout.jobs, "*.yield"), list[Path]()))  # called several times a second
 
 
@@ -461,7 +473,8 @@ def last_words(layout: RunLayout, command: str, status: int = 0) -> list[str]:
             f"  {layout.model} is the model after step {summary['model_step']}, an HF checkpoint",
             f"  `rlhpc tensorboard {quoted(root)}` shows its curves",
         ]
-    if summary.get("reward_last_tenth") == summary.get("reward_first_tenth") == 0:
+    means = [mean for _, mean, _ in summary.get("reward_by_version", [])]
+    if summary.get("reward_last_tenth") == summary.get("reward_first_tenth") == 0 and not any(means):
         lines.append(f"every reward was 0: nothing was learnt; `rlhpc logs {quoted(root)} reward` may say why")
     return [
         *lines,

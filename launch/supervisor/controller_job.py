@@ -23,6 +23,7 @@ from typing import TypeVar
 from launch.common.text import quoted
 from launch.run_files.plan_file import EVALUATOR, JobPart
 from launch.run_files.run_state import (
+    ENDED_BY_SLURM,
     Attempt,
     Cause,
     EventLog,
@@ -33,6 +34,7 @@ from launch.run_files.run_state import (
     is_complete,
     needed_to_stop_s,
     read_progress,
+    reason_to_save,
     save_requests,
     saved_step,
     wants_abort,
@@ -153,6 +155,7 @@ class ControllerJobSupervisor:
         self._resubmitter = Resubmitter(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to exit
         self._why, self._asked_at, self._patience_s = "", 0.0, SAVE_GRACE_S  # why: the cause in words
+        self._is_job_ended = False  # Slurm ends another job of the run, by the request of this attempt
 
     def run(self) -> Outcome:
         """Run attempts until there is an outcome that this life of the job cannot change."""
@@ -160,6 +163,8 @@ class ControllerJobSupervisor:
             while True:
                 saved_before = self._saved_step()
                 outcome = self._attempt()
+                if outcome.cause is Cause.FAILED or (outcome.cause is Cause.YIELD and self._is_job_ended):
+                    outcome = self._resubmitter.cancelled_trainer(self._signals.sleep, self._is_not_to_begin) or outcome
                 has = {"has_saved": self._saved_step() > saved_before, "has_trained": self._has_trained}
                 pause_s = pause_before_another(outcome, self._plan, self._limit, self._budget, **has)
                 if pause_s is None:
@@ -201,7 +206,10 @@ class ControllerJobSupervisor:
 
     def _pause(self, pause_s: float) -> None:
         """Wait before another attempt, unless a stop is requested."""
-        Deadline(pause_s).wait_for(lambda: self._asked_not_to_begin() is not None, POLL_S, self._signals.sleep)
+        Deadline(pause_s).wait_for(self._is_not_to_begin, POLL_S, self._signals.sleep)
+
+    def _is_not_to_begin(self) -> bool:
+        return self._asked_not_to_begin() is not None
 
     def _asked_not_to_begin(self) -> Outcome | None:
         if self._signals.interrupts:
@@ -227,7 +235,7 @@ class ControllerJobSupervisor:
             if attempt is None:
                 self._begins("")
                 follows = self._owner if self._plan.is_local else ""
-                attempt = self._starter.begin(lambda: self._asked_not_to_begin() is not None, follows)
+                attempt = self._starter.begin(self._is_not_to_begin, follows)
         except BeginError as error:
             if (asked := self._asked_not_to_begin()) is not None:  # the request has ended the command
                 return asked
@@ -244,6 +252,7 @@ class ControllerJobSupervisor:
         if isinstance(attempt, Outcome):
             return attempt
         self._cause, self._why, self._patience_s, self._log.attempt = None, "", SAVE_GRACE_S, attempt.index
+        self._is_job_ended = False
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
         self._has_trained = False
@@ -312,8 +321,10 @@ class ControllerJobSupervisor:
         elif wants_stop(self._layout):
             self._ask_controller(Cause.STOP, f"{self._layout.stop_request} exists", progress)
         elif save_requests(self._layout):
-            names = ", ".join(path.stem for path in save_requests(self._layout))
-            self._ask_controller(Cause.YIELD, f"job {names} is close to its time limit", progress)
+            reasons = {path.stem: reason_to_save(path) for path in save_requests(self._layout)}
+            self._is_job_ended = ENDED_BY_SLURM in reasons.values()
+            said = "; ".join(f"job {name} {reason}" for name, reason in reasons.items())
+            self._ask_controller(Cause.YIELD, said, progress)
         elif self._limit.left_s() < needed_s:
             self._limit.ask()  # the limit may have been extended
             if (left_s := self._limit.left_s()) < needed_s:

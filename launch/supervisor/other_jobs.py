@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from launch.run_files.plan_file import JobPart
@@ -23,6 +24,8 @@ from launch.run_files.records import (
     write_job_record,
 )
 from launch.run_files.run_state import (
+    ENDED_BY_SLURM,
+    NEAR_ITS_LIMIT,
     Attempt,
     Cause,
     EventLog,
@@ -228,6 +231,7 @@ def _cancel(jobs: list[OtherJob], log: EventLog) -> None:
 
 LOOK_EVERY_S = 10.0  # while a role is missing
 LOOK_AT_LEAST_EVERY_S = 60.0  # while it stays missing, as in a long queue
+COMPLETING_S = 45.0  # for Slurm to complete a job whose processes have ended: KillWait, and an epilog
 SUBMIT_PATIENCE_S = 10.0  # for a slurmctld that is down: the next poll tries again
 
 _Key = tuple[str, "int | None"]  # name of a job, and task of its array
@@ -285,6 +289,26 @@ class Resubmitter:
             outcome = self._bring_back([each for each in lost if each.record.name == name], progress)
             if outcome is not None:
                 return outcome
+        return None
+
+    def cancelled_trainer(self, sleep: Callable[[float], object], is_over: Callable[[], bool]) -> Outcome | None:
+        """Outcome if the trainer's job was cancelled; waits until Slurm has completed it, COMPLETING_S at most.
+
+        An attempt that another follows has ended: a trainer that does not come back should not be waited for.
+        None also if Slurm does not answer.  is_over: ends the wait.
+        """
+        if "trainer" not in self._plan.other_jobs:
+            return None
+        deadline = Deadline(COMPLETING_S)
+        with suppress(RlhpcError, OSError):
+            own = [record for record in read_job_records(self._plan.layout) if record.name == "trainer"]
+            while own and not deadline.is_over and not is_over():
+                state = most_active(_ask_queue(self._job, 0.0, SOON_S).get(own[-1].job_id, {}).values())
+                if state == "CANCELLED":
+                    return Outcome(Cause.COMPONENT, f"job {own[-1].job_id}, the trainer's, was cancelled")
+                if state != "COMPLETING":
+                    return None
+                sleep(1.0)
         return None
 
     def _is_last(self, gone: Gone, present: set[str]) -> bool:
@@ -573,21 +597,24 @@ class WorkerJobSupervisor:
         if is_silent and not patiently(lambda: may_have_controller(self._layout, self._job, ASK_S), self._layout.jobs):
             return Outcome(Cause.ALONE, "the controller's job has ended, and none is queued")
         if self._follows_attempts and self._step is not None and self._step.status() is None:
-            self._ask_to_save(f"{self._limit.left_s():.0f} s are left")
+            self._ask_to_save(f"{self._limit.left_s():.0f} s are left", NEAR_ITS_LIMIT)
             self._wait_for_end(self._before_the_last_moment_s())
         return Outcome(Cause.TIME, Cause.TIME.words)
 
     def _make_use_of_grace(self) -> Outcome:
         """Ask the controller to save within KillWait, after which Slurm ends this job."""
         if self._follows_attempts:
-            self._ask_to_save("Slurm is ending this job")
+            self._ask_to_save("Slurm is ending this job", ENDED_BY_SLURM)
             self._wait_for_end(LEAVE_S)
         return Outcome(Cause.SIGNAL, Cause.SIGNAL.words)
 
-    def _ask_to_save(self, why: str) -> None:
+    def _ask_to_save(self, why: str, reason: str) -> None:
+        """why: for this job's log.  reason: for the controller's, in words that follow "job N"."""
         self._log.say("yield", f"{why}: the controller is asked to save")
+        request = self._save_request
         with suppress(OSError):
-            patiently(self._save_request.touch, self._save_request, limit_s=ASK_S, sleep=self._signals.sleep)
+            write = partial(write_atomically, request, reason.encode())
+            patiently(write, request, limit_s=ASK_S, sleep=self._signals.sleep)
 
     def _await_end(self, cause: Cause) -> Outcome:
         """Wait for the end of a run: the controller tells a trainer to exit, this supervisor tells the other roles."""

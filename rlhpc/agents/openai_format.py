@@ -15,12 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhpc.environments.tools import FORMS, Call
+from rlhpc.protocol.environment import ROLES
 from rlhpc.transport.http_server import Refused
 
 # ------------------------------------------------------------------------------------------------------------- requests
 
 Message = Mapping[str, Any]  # normalised: content is text, calls have parsed arguments
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Keys that change the sampling distribution, with the only values that leave it unchanged.
 _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(

@@ -197,7 +197,7 @@ class RunLayout:
         return self.jobs / f"{name}.events.jsonl"
 
     def save_request(self, name: str) -> Path:
-        """A job close to its time limit asks the controller to save and to continue in another attempt."""
+        """A job that ends asks the controller to save and to continue in another attempt; it contains the reason."""
         return self.jobs / f"{name}.yield"
 
     def retired(self, name: str) -> Path:

@@ -23,6 +23,7 @@ from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.data.files import kind
 from rlhpc.data.record_source import Record, is_unicode
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.protocol.environment import ROLES
 from rlhpc.protocol.errors import ConfigError, DataError
 from rlhpc.protocol.types import Int32, Prompt
 
@@ -37,7 +38,6 @@ from rlhpc.protocol.types import Int32, Prompt
 Message = dict[str, Any]
 _MAY_BE_MESSAGES = re.compile(r"\s*\[\s*\{")
 _PYTHONS = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _OF_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 
 
@@ -105,9 +105,9 @@ def _message(value: Mapping[str, Any], where: str) -> Message:
         role, content = message.pop("from"), message.pop("value")
         message |= {"role": _OF_SHAREGPT.get(role, role), "content": content}
     role = message.get("role")
-    if role not in _ROLES:
+    if role not in ROLES:
         keys = ", ".join(map(repr, message)) or "none"
-        raise DataError(f"{where}: role is {role!r}, its keys are {keys}; legal: {', '.join(map(repr, _ROLES))}")
+        raise DataError(f"{where}: role is {role!r}, its keys are {keys}; legal: {', '.join(map(repr, ROLES))}")
     message["content"] = _text(message.get("content", ""), where)
     for key, each in message.items():
         if not is_unicode(each if isinstance(each, str) else json.dumps(each, default=str, ensure_ascii=False)):

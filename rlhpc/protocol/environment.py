@@ -58,6 +58,7 @@ TOOL_SCHEMAS: Mapping[str, dict[str, Any]] = MappingProxyType(
 # ---------------------------------------------------------------------------------------------------------- environment
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages: others are in no chat template
 Message = Mapping[str, str]  # {"role": "tool", "content": "…"}, for the chat template of the model
 
 

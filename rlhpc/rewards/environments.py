@@ -21,7 +21,7 @@ from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT, OWN_REWARD
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.protocol.contracts import RewardOutcome
-from rlhpc.protocol.environment import Environment, Message, Step
+from rlhpc.protocol.environment import ROLES, Environment, Message, Step
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.outcomes import DialogueRequest, JudgedOutcome, NoReward, Turn
 
@@ -243,6 +243,8 @@ def _checked(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
         is_plain = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
         if not is_plain or not all(isinstance(text, str) for text in _texts(message)):
             raise TypeError(f'a message is {{"role": …, "content": …}} with texts, not {str(message)[:80]}')
+        if message["role"] not in ROLES:
+            raise ValueError(f"a message has the role {message['role']!r}; legal: {', '.join(map(repr, ROLES))}")
         checked.append(dict(message))
     return tuple(checked)
 

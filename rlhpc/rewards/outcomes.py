@@ -246,7 +246,7 @@ class ErrorGate:
     def document(self) -> dict[str, Any]:
         """JSON for status.json: the attempt's errors by cause, the last error, time waited, pausing generators."""
         more: dict[str, Any] = {}
-        if self.is_waiting:
+        if self._waits:  # also once patience is over: there is no verdict yet
             more |= {"waited_s": round(self._waited_s), "patience_s": self._patience_s}
         if paused := sorted(name for name, row in self._rows.items() if row.pause_s):
             more["paused"] = paused

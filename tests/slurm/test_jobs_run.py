@@ -58,6 +58,23 @@ def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster
 
 
 @pytest.mark.long
+def test_a_trainers_job_that_is_cancelled_ends_the_run_at_once_and_not_as_one_short_of_time(
+    slurm: DevCluster, lab: Lab
+) -> None:
+    run = jobs_run(slurm, lab, "jobs-trainer-cancelled")
+    run.submit()
+    run.wait_step(3)
+    trainer = run.jobs["trainer"]
+    slurm.run("scancel", str(trainer))
+    verdict = f"component: job {trainer}, the trainer's, was cancelled"
+    run.wait(lambda: [each for each in run.events("verdict") if each["text"] == verdict], "the end of the run")
+    assert len(run.attempts()) == 1, run.story()
+    assert [each for each in run.events("stop") if f"job {trainer} is being ended by Slurm" in each["text"]]
+    assert "time limit" not in run.story()
+    run.wait(lambda: not slurm.run("squeue", "--noheader", "--states=PD,R", "--format=%i").strip(), "no job is left")
+
+
+@pytest.mark.long
 def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: DevCluster, lab: Lab) -> None:
     short = {"time": short_limit()}
     run = jobs_run(

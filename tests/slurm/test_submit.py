@@ -78,12 +78,15 @@ def test_a_variable_of_sbatch_does_not_win_over_the_script(desk: Desk, monkeypat
     assert shown(desk, ids_of(desk.lab.layout("variable"))["trainer"], "Partition") == "train"
 
 
-def test_a_run_may_begin_after_another_job(desk: Desk) -> None:
+def test_a_run_may_begin_after_another_job(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     other = submit(desk.cluster, "sleep 60", LATER)
     site = desk.site(cluster=JOBS)
     assert desk.submit("after", site, "--after", str(other)) == 0
     for job in ids_of(desk.lab.layout("after")).values():
         assert shown(desk, job, "Dependency").startswith(f"afterok:{other}")
+    assert "Slurm knows no job" not in capsys.readouterr().out
+    assert desk.submit("after-none", site, "--after", "99999999") == 0
+    assert "warning     --after 99999999: Slurm knows no job 99999999: another id is meant" in capsys.readouterr().out
     assert desk.submit("after-any", site, "--after", f"afterany:{other}") == 0
     for job in ids_of(desk.lab.layout("after-any")).values():
         assert shown(desk, job, "Dependency").startswith(f"afterany:{other}")

@@ -82,9 +82,13 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
 
 
 def tenth_means(curve: dict[int, tuple[float, int]], num_versions: int) -> tuple[float | None, float | None]:
-    """Mean reward over the rollouts of the first and of the last tenth of versions; None if there are none."""
+    """Mean reward over the rollouts of the first and of the last tenth of versions; None if there are none.
+
+    The last tenth ends with the newest version that has rollouts: the last batches may all be of earlier ones.
+    """
     tenth = max(1, num_versions // 10)
-    return _mean(curve, 0, tenth), _mean(curve, num_versions - tenth, num_versions)
+    end = min(num_versions, max(curve, default=0) + 1)
+    return _mean(curve, 0, tenth), _mean(curve, end - tenth, end)
 
 
 def summarise(

@@ -105,7 +105,8 @@ def test_the_phase_of_a_run_that_has_ended_is_how_it_ended(runs):
     assert run.phase == "stopped"
 
 
-def test_slurm_is_asked_for_the_phase_of_a_submitted_run_that_is_silent(runs):
+def test_slurm_is_asked_for_the_phase_of_a_submitted_run_that_is_silent(runs, monkeypatch):
+    monkeypatch.setenv("PATH", f"{runs.bin}:/usr/bin:/bin")
     layout = runs.submitted("first", 12)
     run = rlhpc.Run(layout.root)
     runs.status(layout, "training", 5)
@@ -464,10 +465,8 @@ def test_every_name_that_the_page_lists_is_there():
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch) -> Runs:
-    runs = Runs(tmp_path)
-    monkeypatch.setenv("PATH", f"{runs.bin}:/usr/bin:/bin")
-    return runs
+def runs(tmp_path) -> Runs:
+    return Runs(tmp_path)
 
 
 def _ended(layout: object, job_id: int, result: tuple[str, object]) -> None:

@@ -533,6 +533,7 @@ def test_what_fails_for_good_is_tried_for_so_long_and_then_without_a_pause_until
     assert waiting.leases(59)[-1] == 55
     waiting.fail(1, after_s=1.0)
     assert waiting.gate.may_lease("generator-0")
+    assert waiting.gate.document()["waited_s"] == 60  # and not as if there were verdicts again
     with pytest.raises(
         StarvedError, match=r"2 of the last 2 verdicts .*raised 2\), 60 s after the first.*tool server$"
     ):

@@ -334,7 +334,9 @@ def test_a_tenth_is_weighed_by_rollouts_and_at_least_one_version() -> None:
     curve = {version: (float(version), 10) for version in range(20)}
     assert tenth_means(curve, 20) == (0.5, 18.5)
     assert tenth_means(curve, 5) == (0.0, 4.0)
-    assert tenth_means({0: (1.0, 30), 1: (0.0, 10)}, 20) == (0.75, None)
+    assert tenth_means({0: (1.0, 30), 1: (0.0, 10)}, 10) == (1.0, 0.0)
+    assert tenth_means({0: (0.5, 30)}, 20) == (0.5, 0.5)  # all batches are of one version
+    assert tenth_means({3: (0.5, 30)}, 20) == (None, 0.5)  # segments were lost
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
