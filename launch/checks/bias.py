@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import TABLES_OF_STAGE, Config, rates_of_run_files
 from rlhpc.config.setting import Usual, marks_of, spelt, tables_of
 
 _DEFAULT_STALENESS = 1
@@ -77,9 +77,17 @@ def unusual(config: Config) -> list[str]:
 
 
 def _numbers(config: Config) -> Iterator[tuple[str, Usual, float]]:
-    """Yield numbers that have usual values: name with index, usual values, value."""
+    """Yield numbers that have usual values: name with index, usual values, value.
+
+    Numbers of supervised fine-tuning that [sft] gives are only named there.
+    """
+    filled_in = {"run.num_steps", *rates_of_run_files()} if config.is_supervised else set[str]()
     for place, table in tables_of(config):
+        if config.is_supervised and place.partition(".")[0] not in TABLES_OF_STAGE:
+            continue
         for key, field in type(table).model_fields.items():
+            if f"{place}.{key}" in filled_in:
+                continue
             for usual in marks_of(field, Usual):
                 value = getattr(table, key)
                 values = value if isinstance(value, dict) else {"": value}

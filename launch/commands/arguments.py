@@ -92,22 +92,25 @@ def _takes_site_file(parser: _Place) -> None:
     _value(parser, "site_file", "SITE.toml", "site file: partitions, GPUs, time", Path)
 
 
-def _takes_overrides(parser: _Place) -> None:
-    _words(parser, "overrides", "key=value", "override a key of the run file, e.g. trainer.learning_rate=2e-6")
+def _takes_overrides(parser: _Place, example: str = "trainer.learning_rate=2e-6") -> None:
+    _words(parser, "overrides", "key=value", f"override a key of the run file, e.g. {example}")
 
 
-def _takes_beginning(parser: _Parser) -> None:
-    """Add options to resume a run, from which step, or to start over."""
+def _takes_beginning(parser: _Parser, *, samples: bool = True) -> None:
+    """Add options to resume a run, from which step, or to start over.  samples: the run has rollouts."""
     again = parser.add_mutually_exclusive_group()
     _flag(again, "--resume", "continue from the newest sound checkpoint")
     _flag(again, "--fresh", "delete the run directory and start over")
-    _takes_resume_point(parser)
+    _takes_resume_point(parser, samples=samples)
 
 
-def _takes_resume_point(parser: _Parser) -> None:
+def _takes_resume_point(parser: _Parser, *, samples: bool = True) -> None:
     where = parser.add_mutually_exclusive_group()
     _flag(where, "--from-start", "resume at step 0: set all checkpoints and rollouts aside")
     _value(where, "--step", "N", "resume from this checkpoint; set newer ones aside", number)
+    if not samples:
+        parser.set_defaults(no_replay=False, lift_quarantine=False)
+        return
     text = "do not train the steps after the checkpoint again from the journal: sample new rollouts for them"
     _flag(where, "--no-replay", text)
     text = "sample the prompts again that were given up because generators or reward workers died of them"
@@ -124,12 +127,19 @@ def _takes_run(parser: _Parser) -> None:
     _takes_run_file(parser)
     _takes_overrides(parser)
     _takes_beginning(parser)
+    _takes_patience(parser)
+
+
+def _takes_patience(parser: _Parser) -> None:
     _flag(parser, "--quiet", "print nothing but what goes wrong")
     _value(parser, "--max-retries", "N", "attempts after failed ones without a new checkpoint; default: 5", number)
 
 
 def _takes_sft(parser: _Parser) -> None:
-    _takes_run(parser)
+    _takes_run_file(parser)
+    _takes_overrides(parser, "sft.learning_rate=2e-5")
+    _takes_beginning(parser, samples=False)
+    _takes_patience(parser)
     _value(parser, "--site", "SITE.toml", "submit it as jobs instead of running it on this machine", Path)
     _takes_waiting(parser)
 

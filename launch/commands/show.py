@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.common.text import counted, escaped, json_text, print_paged, say_or_lose
+from launch.run_files.run_state import is_supervised, read_progress
 from launch.view.run import RunView
 from launch.view.standing import DEPTH, directories_to_search, find_runs
 from rlhpc.base.files import write_atomically
 from rlhpc.base.processes import die_with
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 
 if TYPE_CHECKING:
     from launch.view.rollouts import SeenRollout
@@ -92,6 +93,11 @@ def show_rollouts(options: argparse.Namespace) -> int:
     from launch.view.rollouts import RunRollouts, Selection, as_document, transcripts  # slow to import
 
     bounds = options.min_reward, options.max_reward
+    if is_supervised(options.layout):
+        raise RunDirectoryError(
+            f"{options.layout.root}: supervised fine-tuning, in which nothing is sampled; `rlhpc check RUN.toml` shows "
+            "its first conversation"
+        )
     selection = Selection.of(_steps(options.step), options.task, options.verdict, *bounds, options.grep)
     rollouts = RunRollouts(options.layout, tokenizer_dir=options.tokenizer, tell=_tell)
     if options.html is not None:
@@ -109,7 +115,7 @@ def show_rollouts(options: argparse.Namespace) -> int:
         return 0
     first = next(chosen, None)
     if first is None:
-        _tell("no rollout of this run is selected")
+        _tell(f"no rollout of this run is selected{_range(options)}")
         return 0
     print_paged(transcripts(chain([first], chosen)))
     _tell(f"{counted(shown[0], 'rollout')} shown")
@@ -129,6 +135,14 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
         raise ConfigError(f"--step {text}; legal: a step, such as 7, or the first and the last of some, such as 5-9")
     return int(match[1]), int(match[2] or match[1])
+
+
+def _range(options: argparse.Namespace) -> str:
+    """Steps that a run has, if the selected ones are beyond them; else ""."""
+    chosen, progress = _steps(options.step), read_progress(options.layout)
+    if chosen is None or progress is None or chosen[0] < progress.step:
+        return ""
+    return f": --step {options.step}; legal: 0 to {progress.step - 1}" if progress.step else ": no step is done yet"
 
 
 def _chosen(rollouts: Iterator[SeenRollout], number: int | None) -> Iterator[SeenRollout]:

@@ -171,6 +171,58 @@ TRL: Mapping[str, Counterpart] = {
     "dataloader_num_workers": _none("prompts are read once, by the controller"),
 }
 
+_PACKED = _none("rows are always packed, up to trainer.token_budget tokens, without padding")
+_ALWAYS = _none("it is always so: the assistant's turns, or the completion, are learnt, and nothing else")
+_NEVER_CUT = "a longer conversation is refused, or left out by sft.too_long, never cut"
+_FROZEN = _none("the reference of preferences is the model that the stage begins with")
+_SIGMOID = _none('sft.loss = "dpo" is the sigmoid loss alone')
+_TEMPLATE = _none("the chat template is the tokenizer's own; put yours into the checkpoint")
+
+# Names with another meaning beside [[demonstrations]]: of TRL's SFTConfig and DPOConfig, and of habit.
+SUPERVISED: Mapping[str, Counterpart] = {
+    "dataset_name": Counterpart("demonstrations.path", "a file, or a directory of them"),
+    "dataset_train_split": Counterpart("demonstrations.split"),
+    "dataset_test_split": Counterpart("demonstrations.held_out", "of a table [[demonstrations]] of its own"),
+    "dataset_text_field": _none("there is no loss on plain text: conversations, or a prompt and its completion"),
+    "formatting_func": Counterpart("demonstrations.prompt_template"),
+    "tools": Counterpart("demonstrations.tools_field"),
+    "chat_template_path": _TEMPLATE,
+    "eos_token": _TEMPLATE,
+    "max_length": Counterpart("sft.max_tokens", _NEVER_CUT),
+    "max_seq_length": Counterpart("sft.max_tokens", _NEVER_CUT),
+    "max_prompt_length": Counterpart("sft.max_tokens", _NEVER_CUT),
+    "max_completion_length": Counterpart("sft.max_tokens", _NEVER_CUT),
+    "truncation_mode": Counterpart("sft.too_long", _NEVER_CUT),
+    "packing": _PACKED,
+    "packing_strategy": _PACKED,
+    "padding_free": _PACKED,
+    "group_by_length": _PACKED,
+    "assistant_only_loss": _ALWAYS,
+    "completion_only_loss": _ALWAYS,
+    "per_device_train_batch_size": Counterpart("sft.batch_size", "conversations of an optimiser step, of all ranks"),
+    "train_batch_size": Counterpart("sft.batch_size", "conversations of an optimiser step, of all ranks"),
+    "per_device_eval_batch_size": Counterpart("sft.batch_size", "that of a step"),
+    "num_train_epochs": Counterpart("sft.epochs"),
+    "num_epochs": Counterpart("sft.epochs"),
+    "max_steps": Counterpart("sft.num_steps"),
+    "lr": Counterpart("sft.learning_rate"),
+    "lr_scheduler_type": Counterpart("sft.lr_schedule"),
+    "warmup_ratio": Counterpart("sft.warmup_steps", "a number of steps"),
+    "eval_strategy": Counterpart("sft.held_out", "a share of the conversations"),
+    "eval_steps": Counterpart("sft.evaluate_every"),
+    "load_best_model_at_end": Counterpart("sft.early_stop"),
+    "early_stopping_patience": Counterpart("sft.early_stop"),
+    "neftune_noise_alpha": _none("there is no noise on embeddings"),
+    "loss_type": Counterpart("sft.loss", '"dpo"; of the losses of pairs there is the sigmoid one alone'),
+    "label_smoothing": _SIGMOID,
+    "f_divergence_type": _SIGMOID,
+    "rpo_alpha": _SIGMOID,
+    "ld_alpha": _SIGMOID,
+    "reference_free": _FROZEN,
+    "sync_ref_model": _FROZEN,
+    "precompute_ref_log_probs": Counterpart("trainer.reference_memory", "the reference computes in every step"),
+}
+
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VERL: Mapping[str, Counterpart] = {
     "data.train_files": Counterpart("data.path", "several: a [[data]] for each, mixed by data.weight"),
@@ -414,6 +466,7 @@ USUAL: Mapping[str, Counterpart] = {
     "staleness": _ASYNC,
 }
 _TOO_COMMON = ("name", "type", "path", "dtype", "time", "step", "dir", "port", "file", "level", "seed", "model")
+_OF_STAGE = ("sft", "demonstrations")  # tables of supervised fine-tuning
 MOST_NAMED = 12  # keys of a foreign section that one message explains
 
 
@@ -424,18 +477,25 @@ def counterpart_of(key: str) -> Counterpart | None:
     word.
     """
     parts = key.split(".")
+    if parts[0] in _OF_STAGE and parts[-1] in SUPERVISED:
+        return SUPERVISED[parts[-1]]
     for start in range(len(parts)):
         name = ".".join(parts[start:])
         if name in _TOO_COMMON and start:
             return None
         if (found := USUAL.get(name)) is not None or (found := _named(name)) is not None:
             return found
-    return None
+    return SUPERVISED.get(parts[-1])
 
 
 def is_theirs(key: str) -> bool:
     """Whether another system has a key of this whole name, or its last word is a habitual name."""
-    return any(key in table for table in SYSTEMS.values()) or key.rpartition(".")[2] in USUAL
+    section, _, name = key.rpartition(".")
+    return (
+        any(key in table for table in SYSTEMS.values())
+        or name in USUAL
+        or (section in _OF_STAGE and name in SUPERVISED)
+    )
 
 
 def section_in_words(key: str, table: Mapping[str, object]) -> str:

@@ -278,7 +278,7 @@ class Config(Section):
         if not self.is_supervised:
             return
         plain = _of_stage(self.sft, self.trainer)
-        for name in type(self).model_fields.keys() - _TABLES_OF_STAGE:
+        for name in type(self).model_fields.keys() - TABLES_OF_STAGE:
             field, given = type(self).model_fields[name], getattr(self, name)
             wanted = type(given).model_validate(plain[name]) if name in plain and given else field.get_default()
             if given and given != wanted:
@@ -338,8 +338,13 @@ class Config(Section):
         """Fill in tables that only RL needs for a file of supervised fine-tuning."""
         if not isinstance(document, dict) or not isinstance(run := document.get("run"), dict):
             return document
-        is_alone = "demonstrations" in document and not document.keys() & {"data", "generation", "admission"}
-        if "stage" not in run and is_alone:
+        of_rl = [f"[{name}]" for name in ("data", "generation", "admission") if name in document]
+        if "stage" not in run and "demonstrations" in document and len(of_rl) == 1:
+            raise ValueError(
+                f"{of_rl[0]} has no effect in a file of supervised fine-tuning alone; legal: to leave it out, or all "
+                "of [data], [generation] and [admission], of a run that goes on with RL"
+            )
+        if "stage" not in run and "demonstrations" in document and not of_rl:
             if "num_steps" in run:
                 raise ValueError(f"run.num_steps={run['num_steps']}: legal: sft.num_steps, or sft.epochs")
             run = {**run, "stage": "sft"}
@@ -356,7 +361,7 @@ class Config(Section):
         return self
 
 
-_TABLES_OF_STAGE = {
+TABLES_OF_STAGE = {
     "run", "model", "demonstrations", "sft", "lora", "trainer", "weights", "checkpoint", "guard", "transport",
 }  # fmt: skip
 
@@ -390,7 +395,7 @@ def supervised(config: Config, num_conversations: int) -> Config:
     if sft.warmup_steps > steps:
         raise ConfigError(f"sft.warmup_steps={sft.warmup_steps} is more than its {steps} steps; legal: 0 to {steps}")
     suffix = "" if config.is_supervised else "-sft"
-    document = config.model_dump(mode="json", include=_TABLES_OF_STAGE)
+    document = config.model_dump(mode="json", include=TABLES_OF_STAGE)
     document["run"] |= {
         "name": f"{run.name}{suffix}",
         "directory": str(directory.with_name(directory.name + suffix)),

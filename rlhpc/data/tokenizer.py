@@ -543,8 +543,8 @@ class PromptTokenizer:
         if not isinstance(template, str):
             raise ConfigError(
                 f"model.path={self._model_dir} has no chat template (neither chat_template.jinja nor chat_template in "
-                "tokenizer_config.json), which data.use_chat_template=true and chat messages as prompts need; legal: "
-                "prompts that are text, with use_chat_template=false"
+                "tokenizer_config.json), which chat messages and use_chat_template=true need; legal: texts, with "
+                "use_chat_template=false, or a model with one"
             )
         return template
 

@@ -105,10 +105,10 @@ def test_commands_that_look_at_runs_know_it(undisturbed: RunLayout) -> None:
     told = {name: rlhpc(*words) for name, *words in (
         ("status", "status", root), ("list", "list", root), ("report", "report", root), ("check", "check", root),
         ("audit", "audit", root), ("metrics", "metrics", root), ("scale", "scale", root, "--generators", "+1"),
-        ("evaluate", "evaluate", root),
+        ("evaluate", "evaluate", root), ("rollouts", "rollouts", root),
     )}  # fmt: skip
     assert {name: each.returncode for name, each in told.items()} == {
-        name: 2 * (name in ("audit", "scale", "evaluate")) for name in told
+        name: 2 * (name in ("audit", "scale", "evaluate", "rollouts")) for name in told
     }
     assert "supervised fine-tuning   loss" in told["status"].stdout
     assert "held out" in told["status"].stdout
@@ -118,7 +118,8 @@ def test_commands_that_look_at_runs_know_it(undisturbed: RunLayout) -> None:
     assert "staleness" not in told["report"].stdout
     assert "sound; a resume starts from step 24" in told["check"].stdout
     assert "`rlhpc check" in told["audit"].stderr
-    assert "which has no generators" in told["scale"].stderr
+    assert "nothing is sampled" in told["rollouts"].stderr
+    assert "which has neither generators nor" in told["scale"].stderr
     assert f"`rlhpc evaluate {undisturbed.model} --run RUN.toml`" in told["evaluate"].stderr
     assert "sft/held_out_loss" in told["metrics"].stdout
 
@@ -182,7 +183,11 @@ def test_preferences_are_learnt_and_held_out_ones_told_of_also_after_a_killing(l
         assert run.finish() == 0, run.story()
     undisturbed, killed = weights_of(layout), weights_of(run.layout)
     assert all(torch.equal(tensor, killed[name]) for name, tensor in undisturbed.items())
-    assert summary_of(run.layout)["held_out_best"] == summary_of(layout)["held_out_best"]
+    summary = summary_of(run.layout)
+    for name in ("held_out_best", "preference_accuracy_last", "preference_margin_last"):
+        assert summary[name] == summary_of(layout)[name]
+    assert summary["pairs_trained"] == 24 * 60
+    assert "pairs trained" in run.story()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)

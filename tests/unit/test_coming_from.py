@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from rlhpc.config.file import sections, settled
-from rlhpc.config.foreign import SYSTEMS, USUAL, Counterpart
+from rlhpc.config.foreign import SUPERVISED, SYSTEMS, USUAL, Counterpart
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.registry import FOREIGN, Foreign, foreign_reward, wrapper
 from tests.unit.doc_pages import ROOT
 
 PAGE, KEYS = ROOT / "docs" / "coming_from.md", ROOT / "configs" / "other_systems.md"
+OF_THE_STAGE = "## TRL: SFTTrainer, DPOTrainer (beside `[[demonstrations]]`)"
 LEAST = 40  # keys of each system
 
 
@@ -84,7 +85,19 @@ def test_the_page_has_the_table_that_messages_use(system: str) -> None:
     assert f"## {system}\n\n{table_of(SYSTEMS[system])}\n" in KEYS.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("keys", [*SYSTEMS.values(), USUAL])
+def test_the_page_has_the_keys_of_supervised_fine_tuning_that_messages_use() -> None:
+    assert f"{OF_THE_STAGE}\n\n{table_of(SUPERVISED)}\n" in KEYS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("theirs", SUPERVISED)
+def test_a_message_about_a_key_of_supervised_fine_tuning_never_names_one_of_rl(theirs: str) -> None:
+    said, each = refusal(f"sft.{theirs}"), SUPERVISED[theirs]
+    assert (f"(did you mean {each.ours}?" if each.ours else each.note) in said
+    if theirs in ("packing", "assistant_only_loss", "reference_free"):
+        assert each.note in refusal(f"trainer.{theirs}")
+
+
+@pytest.mark.parametrize("keys", [*SYSTEMS.values(), SUPERVISED, USUAL])
 def test_what_takes_the_place_of_a_key_is_a_key_or_a_command(keys: Mapping[str, Counterpart]) -> None:
     for theirs, each in keys.items():
         assert each.ours or each.note, theirs
@@ -142,3 +155,4 @@ if __name__ == "__main__":
     sys.stdout.write(f"## Reward functions\n\n{table_of_rewards()}\n\n")
     for name, keys in SYSTEMS.items():
         sys.stdout.write(f"## {name}\n\n{table_of(keys)}\n\n")
+    sys.stdout.write(f"{OF_THE_STAGE}\n\n{table_of(SUPERVISED)}\n")

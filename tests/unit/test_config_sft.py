@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.checks.bias import unusual
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, override, read_resolved, write_resolved
 from rlhpc.config.rules import Config, supervised
@@ -97,13 +98,28 @@ def test_settings_of_the_stage_are_those_of_a_run_of_its_own(tmp_path: Path, mon
         ("rewards.timeout_s=4.0", "[rewards] has no effect with run.stage='sft'; legal: to leave it out"),
         ("trainer.learning_rate=1e-4", "trainer.learning_rate=0.0001 has no effect with run.stage='sft'; legal: sft."),
         ("lora={rank=2,learning_rate=0.001}", "lora.learning_rate=0.001 has no effect with run.stage='sft'"),
-        ("generation.max_prompt_tokens=4", "[data]: missing; required in it: task"),  # so it is meant to be an RL run
+        (
+            "generation.max_prompt_tokens=4",
+            "command line: [generation] has no effect in a file of supervised fine-tuni",
+        ),
+        (
+            "data.path=d",
+            "command line: [data] has no effect in a file of supervised fine-tuning alone; legal: to leave",
+        ),
+        ("data={path='d',task='exact',split=''}", "or all of [data], [generation] and [admission], of a run that goes"),
     ],
 )
 def test_what_has_no_effect_in_the_stage_is_refused(tmp_path: Path, word: str, said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         loaded(tmp_path, ALONE, word)
     assert said in str(refusal.value)
+
+
+def test_unusual_values_of_the_stage_are_named_by_its_own_keys(tmp_path: Path) -> None:
+    words = ("sft.learning_rate=0.1", "sft.warmup_steps=1", "trainer.max_grad_norm=1e9")
+    stage = supervised(loaded(tmp_path, ALONE, *words), 10_000_000)
+    said = [line.partition("=")[0] for line in unusual(stage)]
+    assert said == ["sft.learning_rate", "trainer.max_grad_norm"]
 
 
 def test_the_stage_of_an_rl_run_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
@@ -117,6 +133,8 @@ def test_the_stage_of_an_rl_run_is_refused_where_it_cannot_be(tmp_path: Path) ->
         ConfigError, match=r"run\.stage='sft' without a table \[\[demonstrations\]\]; legal: one, or no"
     ):
         loaded(tmp_path, RUN_FILE, "run.stage='sft'")
+    with pytest.raises(ConfigError, match=r"\[admission\]: missing; required in it: groups_per_step"):
+        loaded(tmp_path, ALONE, "generation.max_prompt_tokens=4", "data={path='d',task='exact'}")  # meant to be RL
 
 
 def test_preferences_have_a_reference_and_both_of_a_pair_fit_a_row(tmp_path: Path) -> None:

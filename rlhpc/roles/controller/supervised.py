@@ -86,6 +86,7 @@ class StageState:
     progress: RunProgress = field(default_factory=RunProgress)
     held_out: HeldOutLoss = field(default_factory=HeldOutLoss)
     loss: float | None = None  # of the last step, nats a token
+    preferences: dict[str, float] = field(default_factory=dict)  # of the last step: accuracy and margin of pairs
 
 
 def open_stage_state(context: RoleContext, clock: Clock) -> StageState:
@@ -100,7 +101,7 @@ def open_stage_state(context: RoleContext, clock: Clock) -> StageState:
         progress, held_out = RunProgress.from_state(saved["progress"], clock), HeldOutLoss(**saved["held_out"])
         totals = Totals(**saved["totals"])
         step, version = int(saved["step"]), int(saved["policy_version"])
-        return StageState(step, version, totals, guard, progress, held_out, saved["loss"])
+        return StageState(step, version, totals, guard, progress, held_out, saved["loss"], saved.get("preferences", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error!r}") from error
 
@@ -146,6 +147,7 @@ class StagePart:
             "progress": state.progress.state(),
             "held_out": asdict(state.held_out),
             "loss": state.loss,
+            "preferences": state.preferences,
         }
         return FrozenStage(json.dumps(document).encode())
 
@@ -251,6 +253,7 @@ class SupervisedLoop:
         note = await self._guarding.judge(report, (), trained, None)
         self._rates.trained(batch)
         state.step, state.loss = step + 1, report.metrics.get("loss")
+        state.preferences = {name: value for name, value in report.metrics.items() if name.startswith("preference_")}
         return StepRecord(report, batch, (), trained, 1.0, packed_s, guard=note)
 
     async def _made(self, step: int) -> tuple[int, PackedMinibatch]:
@@ -442,9 +445,10 @@ class SupervisedController(ControllerFrame):
             "stage": "sft",
             "steps": self.state.step,
             "skipped_steps": totals.skipped_steps,
-            "conversations_trained": self.state.step * config.sft.batch_size,
+            f"{config.sft.counts}s_trained": self.state.step * config.sft.batch_size,
             "epochs": self.state.step * config.sft.batch_size / self.num_conversations,
             "loss_last": self.state.loss,
+            **{f"{name}_last": value for name, value in self.state.preferences.items()},
             "held_out_first": held_out.first,
             "held_out_best": held_out.best,
             "held_out_best_step": held_out.best_step if held_out.best is not None else None,

@@ -226,6 +226,14 @@ def test_what_runs_on_a_login_node_loads_neither_torch_nor_vllm(lab):
     assert done.returncode == 0, done.stderr
 
 
+def test_help_of_fine_tuning_names_nothing_of_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sft", "--help"])
+    said = capsys.readouterr().out
+    assert "sft.learning_rate=2e-5" in said
+    assert not any(word in said for word in ("--no-replay", "--lift-quarantine", "trainer.learning_rate"))
+
+
 @pytest.mark.parametrize("words", [["submit", "--help"], ["status", "/nowhere"], ["stop", "/nowhere"], ["plan"]])
 def test_a_command_answers_on_a_login_node_in_less_than_a_second_of_cpu(words):
     if words == ["plan"]:

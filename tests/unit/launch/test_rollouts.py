@@ -251,6 +251,25 @@ def test_what_makes_no_sense_is_refused(text_run, words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_steps_beyond_the_run_are_answered_with_its_steps(tmp_path, capsys):
+    run = TextRun(tmp_path / "text")
+    run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0)])
+    status = {"phase": "training", "step": 2, "unix_time_s": 0.0, "roles": []}
+    run.layout.status.write_text(json.dumps(status))
+    for words, said in ((["--step", "500"], ": --step 500; legal: 0 to 1\n"), (["--step", "1"], "is selected\n")):
+        assert main(["rollouts", str(run.layout.root), *words]) == 0
+        assert f"no rollout of this run is selected{said.removeprefix('is selected')}" in capsys.readouterr().err
+    run.layout.status.write_text(json.dumps(status | {"step": 0}))
+    assert main(["rollouts", str(run.layout.root), "--step", "7"]) == 0
+    assert "is selected: no step is done yet" in capsys.readouterr().err
+
+
+def test_a_run_that_samples_nothing_has_no_rollouts(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"run": {"stage": "sft"}}}))
+    assert main(["rollouts", str(tmp_path)]) == EXIT_CONFIG
+    assert "supervised fine-tuning, in which nothing is sampled" in capsys.readouterr().err
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunRollouts(RunLayout(tmp_path), tell=_pass_over)
