@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhpc.algorithms.packing import FlopCost, unpack
+from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_sft import DemonstrationsConfig
 from rlhpc.data import demonstrations
 from rlhpc.data.demonstrations import DemonstrationForm, Demonstrations, fitting_keys, open_demonstrations
 from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.metrics.names import METRICS
 from rlhpc.protocol.errors import ConfigError, DataError
 from rlhpc.roles.controller.batch_maker import SupervisedBatches
+from tests.unit.doc_pages import ROOT, blocks, section
 
 COST = FlopCost(1.0, 0.0)
 SAID = ("system", "user", "assistant", "tool")
@@ -297,6 +302,52 @@ def test_text_without_an_end_token_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"no file names an end token.*legal: \"eos_token\" in tokenizer_config\.json"
     ):
         made_of(tokenizer, {"prompt": "a", "a": "b"}, completion_field="a")
+
+
+# ------------------------------------------------------------------------------------------------- docs/training.md
+
+PAGE = ROOT / "docs" / "training.md"
+HEADING = "Supervised fine-tuning"
+OF_THE_PAGE: tuple[dict[str, Any], ...] = (  # a record for each row of its table
+    {"messages": CHAT},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    {"prompt": "a", "completion": "b"},
+    {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    {"instruction": "a", "input": "", "output": "b"},
+    {"prompt": "a", "chosen": "b", "rejected": "c"},
+    {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [message("assistant", "c")]},
+    {"prompt": "a", "chosen": CHAT, "rejected": [*CHAT[:1], message("assistant", "c")]},
+)
+
+
+def test_columns_of_a_dataset_are_read_with_the_keys_that_the_page_names(models: dict[str, PromptTokenizer]) -> None:
+    rows = [line.split("|")[1:3] for line in section(PAGE, HEADING).splitlines() if line.startswith("| ")][1:]
+    for (columns, keys), record in zip(rows, OF_THE_PAGE, strict=True):
+        assert {*re.findall("`([a-z]+)`", columns)} & {*record} or "pairs" in columns
+        table = tomllib.loads("\n".join(re.findall("`(.*?)`", keys)))
+        tokens, learnt = made_of(models["qwen2.5"], record, **table)
+        assert models["qwen2.5"].decode(learnt, keep_special_tokens=True) == "b<|im_end|>"
+        said = models["qwen2.5"].decode(tokens, keep_special_tokens=True)
+        assert re.search(r"<\|im_start\|>user\na\s*<\|im_end\|>\n<\|im_start\|>assistant\nb<\|im_end\|>$", said)
+
+
+def test_the_page_of_metrics_names_those_of_supervised_fine_tuning() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert not [name for name in METRICS if name.startswith("sft/") and f"`{name}`" not in page]
+
+
+def test_run_files_of_the_page_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_chat_model(tmp_path / "model", "qwen2.5")
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("chats.jsonl"), [{"messages": CHAT}] * 9)
+    write_jsonl(Path("pairs.jsonl"), [{"chosen": CHAT, "rejected": [*CHAT[:1], message("assistant", "c")]}] * 9)
+    counts = []
+    for text in blocks(PAGE, "toml", heading=HEADING):
+        Path("RUN.toml").write_text(text)
+        config = load_config(Path("RUN.toml"), ["model.path=model"])
+        found = open_demonstrations(config)
+        counts.append((config.is_supervised, config.sft.counts, found.num_conversations, found.corpora[0].num_equal))
+    assert counts == [(True, "conversation", 8, 0), (True, "pair", 9, 0)]
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
