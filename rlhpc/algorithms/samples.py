@@ -9,6 +9,7 @@ together (types.py); no shift happens here or later.  Loads without torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -217,6 +218,8 @@ def still_to_come(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 #
 #     advantage of a token = A + c · (log π_teacher − log π_behaviour)      algorithm.distillation_coefficient
 #
+# The difference is clipped at algorithm.distillation_clip.
+#
 # The mean of the difference over samples of π_behaviour is −KL(π_behaviour ‖ π_teacher), the reverse KL (Agarwal et al.
 # 2023, arXiv:2306.13649; Gu et al. 2023, arXiv:2306.08543).  "distillation" is that alone: A = 0, c = 1.  Differs from
 # Gu et al.: (1) a token answers for its own divergence only, not for that of later tokens; (2) no mixed sampling.
@@ -229,6 +232,7 @@ class Teaching:
     """The use of a teacher's log-probabilities."""
 
     factor: float = 0.0  # c
+    clip: float = math.inf  # nats
     is_reference: bool = False  # the KL term of the trainer is towards the teacher
     top_k: int = 0  # number of the teacher's most likely tokens for the trainer; 0: none
 
@@ -236,7 +240,8 @@ class Teaching:
     def of(cls, algorithm: AlgorithmConfig) -> Teaching:
         """Return what the run file asks for."""
         top_k = algorithm.teacher_top_k if algorithm.forward_kl_coefficient else 0
-        return cls(algorithm.distillation_factor, algorithm.has_teacher_reference, top_k)
+        clip = math.inf if algorithm.distillation_clip == "off" else algorithm.distillation_clip
+        return cls(algorithm.distillation_factor, clip, algorithm.has_teacher_reference, top_k)
 
     @property
     def is_needed(self) -> bool:
@@ -433,7 +438,8 @@ def _taught(
         mask, changed = sample.loss_mask, dict[str, Any]()
         if teaching.factor:
             advantages = sample.advantages.copy()
-            advantages[mask] += teaching.factor * (each.logprobs - sample.behaviour_logprobs[mask])
+            difference = each.logprobs - sample.behaviour_logprobs[mask]
+            advantages[mask] += teaching.factor * difference.clip(-teaching.clip, teaching.clip)
             changed["advantages"] = advantages
         if teaching.is_reference:
             changed["teacher_logprobs"] = np.zeros(len(mask), np.float32)

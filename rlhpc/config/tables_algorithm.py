@@ -214,6 +214,13 @@ class AlgorithmConfig(Section):
     ] = 0.0
     """On-policy distillation beside rewards: this times log π_teacher − log π_behaviour is added to the advantage of
     each token; 0: no teacher."""
+    distillation_clip: Annotated[
+        PositiveFloat | Literal["off"],
+        Usual(0.1, 100, "it is in nats"),
+        Idle({"algorithm.advantage": ("distillation",), "algorithm.distillation_coefficient": ()}, True),
+    ] = 10.0
+    """Bound of |log π_teacher − log π_behaviour| of a token in the advantage: what a teacher takes for impossible would
+    outweigh all other tokens of a batch; "off": none."""
     forward_kl_coefficient: Annotated[float, Field(ge=0), Usual(1e-4, 10, "a loss is about 1", zero=True)] = 0.0
     """Coefficient in the loss of the divergence of the policy from the teacher, over the teacher's teacher_top_k most
     likely tokens in each place; 0: none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,17 @@ def test_the_teacher_s_part_is_added_to_every_loss_token_after_rewards_are_norma
         assert after.advantages.dtype == np.float32
         assert after.teacher_logprobs is None
         assert after.teacher_top_ids is None
+
+
+def test_what_a_teacher_takes_for_impossible_is_clipped() -> None:
+    """vLLM's server writes −9999 for a logarithm of 0."""
+    member = taught(scored(rollout(0, length=3), 1.0), -9999.0, 8.0, -1.0)
+    (clipped,), (whole,) = (
+        SampleMaker(nothing, teaching=Teaching(factor=0.5, clip=clip))([group(member)]) for clip in (2.0, math.inf)
+    )
+    differences = whole.advantages[whole.loss_mask] / 0.5
+    assert differences[0] < -9000
+    assert clipped.advantages[clipped.loss_mask].tolist() == pytest.approx(0.5 * np.clip(differences, -2.0, 2.0))
 
 
 def test_returns_of_tokens_have_the_teacher_s_part_too() -> None:
