@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from rlhpc.config.rules import TABLES_OF_STAGE, Config, rates_of_run_files
 from rlhpc.config.setting import Usual, marks_of, spelt, tables_of
+from rlhpc.rewards.text_answer import MARKED, MARKS
 
 _DEFAULT_STALENESS = 1
 _PROCESSES_PER_CORE = 8  # verifiers wait for programs and endpoints most of their time
@@ -32,9 +33,22 @@ def doubtful(config: Config, *, num_cores: int | None) -> list[str]:
             f"admission.groups_per_step × group_size = {samples} samples a step, so that "
             f"{trainer.data_parallel - samples} have none"
         )
+    found += _stops_before_answers(config)
     if num_cores is not None:
         found += _crowds(config, num_cores)
     return [f"warning     {each}" for each in found]
+
+
+def _stops_before_answers(config: Config) -> list[str]:
+    """Lines about stop strings that cut completions before the answer, which stands behind the mark."""
+    tasks = sorted(MARKED & {part for task in config.data_tasks for part in config.parts_of(task)})
+    return [
+        f"generation.stop={stop!r} ends a completion before {mark!r}, behind which data.task={tasks[0]!r} looks for "
+        "the answer: it would find none; another stop, or none"
+        for stop in config.generation.stop
+        for mark in MARKS
+        if tasks and stop.strip() and (mark in stop or stop.strip() in mark)
+    ]
 
 
 def _crowds(config: Config, num_cores: int) -> list[str]:

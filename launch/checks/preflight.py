@@ -350,7 +350,8 @@ def demonstration_lines(config: Config, findings: Findings) -> Iterator[str]:
         dropped = f", {corpus.num_dropped:,} longer ones left out" if corpus.num_dropped else ""
         use = "for the held-out loss" if table.held_out else f"{corpus.num_learnt:,} of their tokens are learnt"
         yield f"data        {table.path}: {counted(len(corpus), kind)}{dropped}; {use}"
-    held_out = f"; {found.num_held_out:,} are held out" if found.num_held_out else ""
+    are = "is" if found.num_held_out == 1 else "are"
+    held_out = f"; {found.num_held_out:,} {are} held out" if found.num_held_out else ""
     yield f"epoch       {counted(found.num_conversations, kind)}{held_out}"
     for title, each in zip(("first      ", "rejected   "), found.learnt(0).sequences, strict=False):
         runs = _runs(each.token_ids, each.loss_mask, findings.tokenizer)

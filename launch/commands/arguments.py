@@ -644,7 +644,8 @@ def similar_command(word: str) -> str:
     names = [command.name for command in _COMMANDS]
     if word in names or word.startswith("-"):
         return ""
-    return _ELSEWHERE.get(word) or "".join(nearest(word, names))
+    meant = nearest(word, names) or nearest(word, _ELSEWHERE)
+    return _ELSEWHERE.get(word) or "".join(_ELSEWHERE.get(each, each) for each in meant)
 
 
 # ----------------------------------------------------------------------------------------------------------- completion

@@ -74,7 +74,9 @@ def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Sou
     """Open the datasets of a run file, or the dataset at this path.  Raises ConfigError, DataError."""
     for word in words:
         if word.partition(".")[0].strip() not in OPEN:
-            raise ConfigError(f"{word!r}: not a setting of `rlhpc data`; legal: {', '.join(f'{s}.…' for s in OPEN)}")
+            option = "; the model is --model DIR" if word.startswith("model.") else ""
+            legal = ", ".join(f"{section}.…" for section in OPEN)
+            raise ConfigError(f"{word!r}: not a setting of `rlhpc data`; legal: {legal}{option}")
     if data.suffix == ".toml":
         config = load_config(data, [*words, *([f"model.path={model}"] if model is not None else [])])
         tokenizer: PromptTokenizer | None = PromptTokenizer.of(config.model)

@@ -60,6 +60,9 @@ def make_stand_in(directory: Path, like: Path | None = None, *, seed: int = 0) -
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--model-only {directory}: is there already; legal: a new or empty directory")
+    if like is not None and not (like / "config.json").is_file():  # transformers would look for it on a hub
+        lacks = "holds no config.json" if like.is_dir() else "no such directory"
+        raise ConfigError(f"--like {like}: {lacks}; legal: a checkpoint directory of a model")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(_byte_config()) if like is None else _small(like)

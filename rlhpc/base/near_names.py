@@ -10,12 +10,13 @@ SHORTEST_BEGINNING = 3  # letters
 
 
 def nearest(name: str, names: Iterable[str], most: int = 1, cutoff: float = ALIKE) -> list[str]:
-    """Return the nearest names, perhaps none; one with the same letters in another order is first: "task" for "taks".
+    """Return the nearest names, perhaps none; one with the same letters, in another order or case, is first.
 
     If none is similar, a name that begins with `name` is taken: "integer_arithmetic" for "integer".
     """
     known = [*names]
-    turned = [each for each in known if sorted(each) == sorted(name)]
+    turned = [each for each in known if sorted(each.casefold()) == sorted(name.casefold())]  # "task" for "taks"
+    turned.sort(key=lambda each: each.casefold() != name.casefold())
     longer = [each for each in known if len(name) >= SHORTEST_BEGINNING and each.startswith(name)]
     return turned[:most] or get_close_matches(name, known, most, cutoff) or (longer[:most] if cutoff <= ALIKE else [])
 

@@ -330,7 +330,7 @@ def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: s
         return unknown_key(key, value, legal, _places_of(name))
     note = f" {found.note}" if found.note else ""
     hint = f"did you mean {found.ours}?{note}" if found.ours else in_words(found)
-    return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)} ({hint})"
+    return f"{key}={shown(value)}: unknown key ({hint}); legal: {', '.join(legal)}"
 
 
 def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
@@ -338,7 +338,7 @@ def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequen
     name = key.rpartition(".")[2]
     meant = [*nearest(name, legal), *(place for place in elsewhere if place.rpartition(".")[2] not in legal)]
     hint = f" (did you mean {' or '.join(meant[:MOST_HINTS])}?)" if meant else ""
-    return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)}{hint}"
+    return f"{key}={shown(value)}: unknown key{hint}; legal: {', '.join(legal)}"
 
 
 def key_meant(name: str) -> str:

@@ -393,7 +393,8 @@ def _separated(file: Path) -> Rows:
                     continue
                 if len(cells) != len(columns):
                     raise DataError(
-                        f"{file}:{number}: {len(cells)} values; the first line names {len(columns)} columns"
+                        f"{file}:{number}: {len(cells)} value{'s' * (len(cells) != 1)}; the first line names "
+                        f"{len(columns)} column{'s' * (len(columns) != 1)}"
                     )
                 yield dict(zip(columns, cells, strict=True)), number
         except UnicodeDecodeError as error:
@@ -442,5 +443,12 @@ def _unpacked(file: Path) -> bytes | None:
 
 def kind(value: Any) -> str:
     """Type of a value, for people: "a list", "null"."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "an integer",
+        type(None): "null",
+    }
     return names.get(type(value), f"a {type(value).__name__}")

@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -19,6 +20,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
+from rlhpc.base.near_names import near_hint
 from rlhpc.base.user_code import (
     did_you_mean,
     is_import_path,
@@ -213,6 +215,13 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 )
 
 
+# Benchmarks, in small letters, and the tasks that judge their answers.
+_JUDGED_BY = {
+    "gsm8k": "math_answer", "math": "math_answer", "math500": "math_answer", "aime": "math_answer",
+    "mmlu": "multiple_choice", "gpqa": "multiple_choice", "arc": "multiple_choice", "ifeval": "instruction_following",
+    "humaneval": "code_functions", "mbpp": "code_functions",
+}  # fmt: skip
+
 # Tasks that read text before an answer, or might take it for the answer: thoughts are cut off for them.
 JUDGE_EVERYTHING = frozenset(
     (
@@ -309,9 +318,10 @@ def _without(arguments: Collection[str], names: Sequence[str]) -> tuple[str, ...
 def _import_path(task: str) -> str:
     path = BUILT_IN.get(task, task)
     if not is_import_path(path):
+        meant = _JUDGED_BY.get(re.sub(r"[^a-z0-9]", "", task.casefold()))
         raise ConfigError(
             f"{KEY}={task!r} is not a task; legal: {', '.join(task_names())}, or package.module:function"
-            f"{did_you_mean(task, BUILT_IN)}"
+            f"{did_you_mean(task, BUILT_IN) if meant is None else near_hint(meant, BUILT_IN)}"
         )
     return path
 

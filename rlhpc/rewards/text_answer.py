@@ -43,6 +43,10 @@ _EMPHASIS = re.compile(r"(\*\*\*|\*\*|\*|__|_|``|`)(.+)\1", re.DOTALL)
 _SHOWN_CHARACTERS = 80
 
 
+MARKS = ("####", "\\boxed{")  # as prompts ask for them
+MARKED = frozenset(("math_answer", "multiple_choice"))  # tasks that look for them
+
+
 def last_marked_answer(text: str) -> str | None:
     r"""Return the content of the last \boxed{…} or "#### …", stripped; None if there is no mark.
 

@@ -195,11 +195,11 @@ def test_arrow_in_the_form_of_files_is_read_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("a.json", b'[{"question": 1},\n 2]', r"a\.json:2: item 2 of the array is a int"),
+        ("a.json", b'[{"question": 1},\n 2]', r"a\.json:2: item 2 of the array is an integer"),
         ("a.json", b'[{"question": 1},\n {"question" 2}]', r"a\.json:2: malformed JSON: .* column 14"),
         ("a.json", b'{"question": 1}\n{"question" 2}', r"a\.json:2: malformed JSON: .* column 13"),
-        ("a.json", b"3", r"the document is a int; legal: an array of objects"),
-        ("a.csv", b"question,answer\n1,2\n3\n", r"a\.csv:3: 1 values; the first line names 2 columns"),
+        ("a.json", b"3", r"the document is an integer; legal: an array of objects"),
+        ("a.csv", b"question,answer\n1,2\n3\n", r"a\.csv:3: 1 value; the first line names 2 columns"),
         ("a.csv", b"question,answer\n1,2,3\n", r"a\.csv:2: 3 values"),
         ("a.csv", b"question,question\n1,2\n", r"a\.csv:1: column 2 is called 'question'"),
         ("a.csv", b"question,answer\n1,2\n3,\xff\n", r"a\.csv: not UTF-8 after line"),

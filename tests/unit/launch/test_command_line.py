@@ -304,6 +304,7 @@ def test_whoever_stops_a_run_is_told_all_that_was_typed_to_start_it(config, layo
     [
         ("runn", "run"), ("sumbit", "submit"), ("evalute", "evaluate"), ("train", "run"), ("validate", "check"),
         ("kill", "stop"), ("tail", "logs"), ("version", "--version"),
+        ("trian", "run"),
     ],
 )  # fmt: skip
 def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(word, meant, capsys):

@@ -456,7 +456,7 @@ def test_what_is_there_is_never_written_over(tmp_path: Path) -> None:
         (["--like", "model"], "has a meaning only with --model-only DIR"),
         (["--model-only", "new", "--slurm"], "writes a model and runs nothing"),
         (["--model-only", "new", "run.seed=3"], "writes a model and runs nothing"),
-        (["--model-only", "new", "--like", "nowhere"], "--like nowhere: no small model can be made of it"),
+        (["--model-only", "new", "--like", "nowhere"], "--like nowhere: no such directory"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -182,7 +182,7 @@ def test_what_cannot_be_laid_out_is_refused_with_the_service_and_its_section(
             '[service]\ngpu = "h100"',
             "service.gpu='h100': legal: keys of a service in a section of its name, [service.NAME]",
         ),
-        ('[service.a]\ngpuu = "h100"', "service.a.gpuu='h100': unknown key; legal: gpu, "),
+        ('[service.a]\ngpuu = "h100"', "service.a.gpuu='h100': unknown key (did you mean gpu?); legal: gpu, "),
         ('[service.a]\ngpu = "h9000"', "service.a.gpu='h9000': its memory is unknown; set gpu_memory_gib"),
     ],
 )

@@ -190,6 +190,7 @@ def test_problems_of_a_source_are_written_to_evaluate_on(said, tmp_path):
         (["convert", "train.jsonl", "out", "--validation", "1.5"], "--validation 1.5; legal: between 0 and 1"),
         (["convert", "train.jsonl", "out.jsonl", "--max-tokens", "5"], "of prompts, which need --model DIR"),
         (["head", "train.jsonl", "run.seed=1"], "'run.seed=1': not a setting of `rlhpc data`"),
+        (["head", "train.jsonl", "model.path=tiny"], "legal: data.…, generation.…; the model is --model DIR"),
         (["head", "train.jsonl", "data.prompt_field=x"], "showing prompts needs --model DIR"),
         (["head", "train.jsonl", "data.promptfield=x"], "did you mean prompt_field?"),
         (["head", "trian.jsonl"], "did you mean train.jsonl?"),
@@ -305,7 +306,7 @@ def test_a_composite_is_judged_whose_parts_are_given_on_the_command_line(tmp_pat
 def test_what_cannot_be_used_is_refused_before_anything_is_judged(file, tmp_path, capsys):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "half.jsonl").write_text('{"completion": "a", "reference": "a"}\n{"completion"')
-    sections = "legal: rewards.…, sandbox.…, instructions.…, math.…, text.…, composite.…, judge.…, the others in --run"
+    sections = "legal: rewards.…, sandbox.…, instructions.…, math.…, text.…, composite.…, judge.…, "
     for typed, said in (
         ("arithmetic FILE", "is not a task; legal: code_functions"),
         ("no_such_module:f FILE", "there is no module 'no_such_module' here"),

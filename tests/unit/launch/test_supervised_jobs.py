@@ -606,6 +606,31 @@ def test_an_array_that_was_cancelled_as_a_whole_before_it_began_stays_away_too(s
 
 
 @pytest.mark.starts
+@pytest.mark.parametrize(
+    ("states", "num_asked", "is_cancelled"),
+    [
+        (["COMPLETING", "COMPLETING", "CANCELLED"], 3, True),
+        (["COMPLETING", "PENDING"], 2, False),  # preempted, and requeued
+        (["NODE_FAIL"], 1, False),  # the next attempt brings it back
+        ([], 1, False),  # Slurm does not answer
+    ],
+)
+def test_after_an_attempt_slurm_is_asked_whether_the_trainer_was_cancelled(site, states, num_asked, is_cancelled):
+    left = list(states)
+
+    def answer(_s: float = 0.0) -> None:
+        state = left.pop(0) if left else ""
+        site.queue([ALIVE[0], f"5310225|{state}", *ALIVE[2:]] if state else [], status=0 if state else 1)
+
+    answer()
+    outcome = site.resubmitter.cancelled_trainer(answer, lambda: False)
+    assert len(states) - len(left) == num_asked or not states
+    assert (outcome is not None) is is_cancelled
+    if outcome is not None:
+        assert outcome == Outcome(Cause.COMPONENT, "job 5310225, the trainer's, was cancelled")
+
+
+@pytest.mark.starts
 def test_a_trainer_that_was_cancelled_ends_the_run(site):
     site.queue([ALIVE[0], "5310225|CANCELLED", *ALIVE[2:]])
     outcome = site.look("generator-0")

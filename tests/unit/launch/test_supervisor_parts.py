@@ -28,6 +28,8 @@ from launch.run_files.records import (
     write_job_record,
 )
 from launch.run_files.run_state import (
+    ENDED_BY_SLURM,
+    NEAR_ITS_LIMIT,
     Attempt,
     Cause,
     EventLog,
@@ -37,6 +39,7 @@ from launch.run_files.run_state import (
     needed_to_stop_s,
     read_attempt,
     read_progress,
+    reason_to_save,
     save_requests,
     saved_step,
 )
@@ -182,7 +185,11 @@ def test_requests_and_the_newest_complete_checkpoint_are_found(layout):
         if is_complete:
             (layout.checkpoint(step) / "COMPLETE").touch()
     (layout.jobs / "12.yield").touch()
-    assert [path.name for path in save_requests(layout)] == ["12.yield"]
+    (request,) = save_requests(layout)
+    assert (request.name, reason_to_save(request)) == ("12.yield", NEAR_ITS_LIMIT)
+    request.write_text(ENDED_BY_SLURM)
+    assert reason_to_save(request) == ENDED_BY_SLURM
+    assert reason_to_save(request.with_name("13.yield")) == NEAR_ITS_LIMIT  # withdrawn meanwhile
     assert saved_step(layout) == 8
 
 

@@ -42,6 +42,8 @@ class Failing(Counting):
             return Step([], reward=10**400)
         if completion == "odd":
             return Step(["no message"])
+        if completion == "strange":
+            return Step([{"role": "environment", "content": "…"}])
         return await super().step(completion)
 
 

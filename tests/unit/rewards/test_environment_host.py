@@ -206,6 +206,7 @@ def test_an_environment_is_looked_up_without_being_imported():
         ("huge", "reward must lie within ±1e+30, not 1e+39"),
         ("endless", "reward must lie within ±1e+30, not a number beyond 1.8e308"),
         ("odd", "a message is"),
+        ("strange", "a message has the role 'environment'; legal: 'system'"),
     ],
 )
 async def test_an_environment_that_fails_is_an_error_with_its_reason_and_the_next_dialogue_is_served(turn, why):

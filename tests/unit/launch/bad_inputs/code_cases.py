@@ -29,6 +29,7 @@ REWARDS = (
     case("a function of a notebook", key("data.task", "__main__:judge"), "data.task='__main__:judge'", "a notebook or a program", "'mine:judge'"),
     case("a function as Python writes it", key("data.task", "mine.judge"), "data.task='mine.judge'", "did you mean mine:judge?"),
     case("a file in a directory", key("data.task", "mods/mine.py:judge"), "data.task='mods/mine.py:judge'", "did you mean mine:judge, with PYTHONPATH=mods?"),
+    case("a benchmark for a task", key("data.task", "GSM8K"), "data.task='GSM8K' is not a task", "did you mean math_answer?"),
     case("the beginning of a task", key("data.task", "integer"), "data.task='integer'", "did you mean integer_arithmetic?"),
     case("a module without its function", module("def judge(a, b): return 1.0\ndef score(a, b): return 1.0\n", data={"task": "mine"}), "data.task='mine'", "did you mean mine:FUNCTION? its functions: judge, score)"),
     case("a file without its function", module("def judge(a, b): return 1.0\n", data={"task": "mine.py"}), "data.task='mine.py'", "did you mean mine:FUNCTION? its functions: judge)"),

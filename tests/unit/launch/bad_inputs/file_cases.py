@@ -318,7 +318,7 @@ LINES = (
     case("chat messages where text is meant", data_file("train.parquet", VERL, reference_field="reward_model.ground_truth"), "train.parquet:1", "'prompt' is a list", "data.prompt_field"),
     case("chat without a message", records({"prompt": [], "answer": "2"}, prompt_field="prompt"), "train.jsonl:1", "'prompt' is a list without a message", "legal"),
     case("chat messages of a strange role", records({"prompt": [{"role": "human", "content": "1+1="}], "answer": "2"}, prompt_field="prompt"), "train.jsonl:1", "'human'", "user"),
-    case("chat messages of ShareGPT's words", records({"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}, prompt_field="prompt"), "train.jsonl:1", "role"),
+    case("a strange role in ShareGPT's words", records({"prompt": [{"from": "critic", "value": "1+1="}], "answer": "2"}, prompt_field="prompt"), "train.jsonl:1", "role is 'critic'"),
     case("a field of tasks that nobody has", key("data.task_field", "source", data__tasks={"a": "math_answer"}), "data.task_field='source'", "'prompt', 'answer'"),
     case("a value of no task", records('{"prompt": "1+1=", "answer": "2", "source": "b"}', task_field="source", tasks={"a": "integer_arithmetic"}), "train.jsonl:1", "'source' is 'b'", "'a'"),
     case("a difficulty that is a text", both(records('{"prompt": "1+1=", "answer": "2", "difficulty": "hard"}'), key("curriculum.stages", [0.5])), "train.jsonl:1", "'difficulty'", "legal: a number"),

@@ -103,6 +103,7 @@ UNUSUAL = (
 
 BESIDE_OTHERS = (
     case("staleness that no run of this length has", key("admission.max_staleness", 20), "admission.max_staleness=20 with run.num_steps=6"),
+    case("a stop that cuts the answer off", both(key("generation.stop", ["\n####"]), key("data.task", "math_answer")), "generation.stop='\\n####' ends a completion before '####', behind which data.task='math_answer' looks for the answer"),
     case("more ranks than samples", key("trainer.num_ranks", 32), "trainer.num_ranks=32", "16 have none"),
     case("more workers than a machine has room for", key("rewards.workers_per_replica", 4000), "rewards.num_replicas × workers_per_replica = 4000", "--site"),
     case("more generators than a machine has room for", key("generation.num_replicas", 3000), "generation.num_replicas=3000", "--site"),

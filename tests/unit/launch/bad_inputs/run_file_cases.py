@@ -61,6 +61,7 @@ TOML = (
 
 KEYS = (
     case("a slip in a key", key("trainer.learning_rte", 1e-4), "trainer.learning_rte=0.0001", "did you mean learning_rate?"),
+    case("a key in capitals alone", replaced("num_steps", "NUM_STEPS"), "run.NUM_STEPS=6: unknown key (did you mean num_steps?); legal: ", without="missing"),
     case("a slip in a section", key("trainr.device", "cpu"), "[trainr]: unknown section (did you mean [trainer]?)"),
     case("a slip in a section that is required", replaced("[trainer]", "[traner]"), "[traner]: unknown section (did you mean [trainer]?)", without="missing"),
     case("a slip in a key that is required", replaced("num_steps", "num_stps"), "run.num_stps=6: unknown key", "did you mean num_steps?", without="missing"),
