@@ -106,7 +106,8 @@ def _takes_beginning(parser: _Parser, *, samples: bool = True) -> None:
 
 def _takes_resume_point(parser: _Parser, *, samples: bool = True) -> None:
     where = parser.add_mutually_exclusive_group()
-    _flag(where, "--from-start", "resume at step 0: set all checkpoints and rollouts aside")
+    aside = "checkpoints and rollouts" if samples else "checkpoints"
+    _flag(where, "--from-start", f"resume at step 0: set all {aside} aside")
     _value(where, "--step", "N", "resume from this checkpoint; set newer ones aside", number)
     if not samples:
         parser.set_defaults(no_replay=False, lift_quarantine=False)

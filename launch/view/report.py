@@ -326,6 +326,10 @@ def _headline(view: RunView, story: Story) -> list[tuple[str, str]]:
             rows.append(("held out", f"loss {values[-1]:.4f}, lowest {values.min():.4f}"))
         rows += [
             ("loss", f"{last('trainer/loss'):.4f} at the last step, after {last('sft/epoch'):.2f} epochs"),
+            (
+                "preferences",
+                f"accuracy {last('sft/preference_accuracy'):.0%}, margin {last('sft/preference_margin'):.4f} nats",
+            ),
             ("idle", _idle(view)),
             ("speed", f"{_rate(last('trainer/tokens_per_s'))} trained"),
         ]

@@ -11,6 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +22,7 @@ from rlhpc.base.files import is_absent, write_atomically
 from rlhpc.base.near_names import nearest
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.foreign import counterpart_of, in_words, is_theirs, section_in_words
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import Config, is_of_stage_alone
 from rlhpc.config.toml import beyond_64_bits, read_toml, shown, toml_value
 from rlhpc.protocol.errors import ConfigError
 
@@ -239,7 +240,8 @@ def _validate(document: dict[str, Any], sources: tuple[str, str], typed: Sequenc
         config = Config.model_validate(document)
     except ValidationError as error:
         lacking = tuple(f"{place}: missing" for place in _misspelt(error))  # the message on the misspelling suffices
-        lines = [line for line in fault_lines(error, _explain) if not line.startswith(lacking)]
+        explain = partial(_explain, is_supervised=is_of_stage_alone(document))
+        lines = [line for line in fault_lines(error, explain) if not line.startswith(lacking)]
         faults = [_of_the_only_table(line, document) for line in lines]
     else:
         faults = beyond_64_bits(document)
@@ -281,7 +283,7 @@ def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
     return f"{name}.{key}" if number == "0" and not (isinstance(tables, list) and len(tables) > 1) else line
 
 
-def _explain(key: str, detail: ErrorDetails) -> str | None:
+def _explain(key: str, detail: ErrorDetails, *, is_supervised: bool) -> str | None:
     if detail["type"] == "path_type" and isinstance(detail["input"], list):
         return (
             f"{key}={shown(detail['input'])}: legal: one path; of several files a directory, or a table [[data]] each"
@@ -298,7 +300,7 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
         legal = [*_SECTIONS[section[0]].model_fields] if section else [*_SECTIONS]
         if not section and isinstance(detail["input"], dict | list):
             return _unknown_section(name, detail["input"])
-        return _unknown_key_of_a_run(key, detail["input"], legal, name)
+        return _unknown_key_of_a_run(key, detail["input"], legal, is_supervised=is_supervised)
     if detail["type"] == "value_error":  # raised by a rule over several keys names them, of one key says what is legal
         cause = str(detail["ctx"]["error"])
         return f"{key}={shown(detail['input'])}: {cause}" if _is_of_a_key(detail["loc"]) else cause
@@ -320,11 +322,14 @@ def _unknown_section(name: str, tables: object) -> str:
     return f"[{name}]: unknown section; legal: {', '.join(_SECTIONS)}{more}"
 
 
-def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: str) -> str:
+def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], *, is_supervised: bool) -> str:
     """Describe an unknown key: by another system's key of this name, else by similar keys of ours."""
+    name = key.rpartition(".")[2]
+    if is_supervised and name in _SECTIONS["sft"].model_fields:
+        return unknown_key(key, value, legal, [f"sft.{name}"])
     if isinstance(value, dict) and (section := section_in_words(key, value)):
         return f"{key}: unknown section, of another system; here {section}"
-    found = counterpart_of(key)
+    found = counterpart_of(key, is_supervised=is_supervised)
     is_ours = found is not None and found.ours.rpartition(".")[2] == name  # and may be in several of our tables
     if found is None or is_ours or (name in _KEYS and not is_theirs(key)):
         return unknown_key(key, value, legal, _places_of(name))

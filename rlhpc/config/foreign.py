@@ -470,14 +470,14 @@ _OF_STAGE = ("sft", "demonstrations")  # tables of supervised fine-tuning
 MOST_NAMED = 12  # keys of a foreign section that one message explains
 
 
-def counterpart_of(key: str) -> Counterpart | None:
+def counterpart_of(key: str, *, is_supervised: bool = False) -> Counterpart | None:
     """Return the counterpart of an unknown key; None if no system has the key.
 
     key: with its section, as written in the run file.  Searches for the whole name, then for its end, then for its last
-    word.
+    word.  is_supervised: the file is of supervised fine-tuning alone.
     """
     parts = key.split(".")
-    if parts[0] in _OF_STAGE and parts[-1] in SUPERVISED:
+    if (is_supervised or parts[0] in _OF_STAGE) and parts[-1] in SUPERVISED:
         return SUPERVISED[parts[-1]]
     for start in range(len(parts)):
         name = ".".join(parts[start:])

@@ -338,13 +338,13 @@ class Config(Section):
         """Fill in tables that only RL needs for a file of supervised fine-tuning."""
         if not isinstance(document, dict) or not isinstance(run := document.get("run"), dict):
             return document
-        of_rl = [f"[{name}]" for name in ("data", "generation", "admission") if name in document]
+        of_rl = [f"[{name}]" for name in _OF_RL if name in document]
         if "stage" not in run and "demonstrations" in document and len(of_rl) == 1:
             raise ValueError(
                 f"{of_rl[0]} has no effect in a file of supervised fine-tuning alone; legal: to leave it out, or all "
                 "of [data], [generation] and [admission], of a run that goes on with RL"
             )
-        if "stage" not in run and "demonstrations" in document and not of_rl:
+        if "stage" not in run and is_of_stage_alone(document):
             if "num_steps" in run:
                 raise ValueError(f"run.num_steps={run['num_steps']}: legal: sft.num_steps, or sft.epochs")
             run = {**run, "stage": "sft"}
@@ -364,6 +364,14 @@ class Config(Section):
 TABLES_OF_STAGE = {
     "run", "model", "demonstrations", "sft", "lora", "trainer", "weights", "checkpoint", "guard", "transport",
 }  # fmt: skip
+
+
+_OF_RL = ("data", "generation", "admission")  # tables that every RL run has
+
+
+def is_of_stage_alone(document: Mapping[str, object]) -> bool:
+    """Whether a run file is of supervised fine-tuning alone, by its tables."""
+    return "demonstrations" in document and not document.keys() & {*_OF_RL}
 
 
 def _of_stage(sft: object, trainer: object) -> dict[str, Any]:

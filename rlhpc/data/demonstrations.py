@@ -104,7 +104,7 @@ class DemonstrationForm:
         try:
             return self._parts(record, key)
         except DataError as error:
-            if all(map(record.has, self._fields)) or not (way := fitting_keys(record)):
+            if all(map(record.has, self._fields)) or not (way := fitting_keys(record, self._data)):
                 raise
             raise DataError(f"{str(error).removesuffix(HOW_TO_ASK)}; legal: {way}") from error
 
@@ -232,8 +232,11 @@ _QUESTIONS = ("prompt", "instruction", "question", "problem", "query", "input") 
 _ANSWERS = ("completion", "output", "response", "answer", "solution", "target")
 
 
-def fitting_keys(record: Record) -> str:
-    """Keys of [[demonstrations]] that fit the columns of a record, by their usual names; "" if none do."""
+def fitting_keys(record: Record, data: DemonstrationsConfig) -> str:
+    """Keys of [[demonstrations]] that fit the columns of a record, by their usual names; "" if none do.
+
+    data: the table, whose keys of both answers are not repeated.
+    """
 
     def roles(name: str) -> list[object]:
         value = as_conversation(record.fields.get(name))
@@ -244,6 +247,8 @@ def fitting_keys(record: Record) -> str:
     asked = f"data.prompt_field={question!r}" if roles(question) else f'data.prompt_template="{{{question}}}"'
     if {"chosen", "rejected"} <= record.fields.keys():
         shared = _SHARED if "chosen" in whole or not question else asked
+        if (data.completion_field, data.rejected_field) == ("chosen", "rejected"):
+            return shared
         return f"sft.loss='dpo', data.completion_field='chosen', data.rejected_field='rejected', {shared}"
     if whole:
         return f"data.messages_field={whole[0]!r}"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import random
+import re
 import signal
 import time
 import tomllib
@@ -188,6 +189,7 @@ def test_preferences_are_learnt_and_held_out_ones_told_of_also_after_a_killing(l
         assert summary[name] == summary_of(layout)[name]
     assert summary["pairs_trained"] == 24 * 60
     assert "pairs trained" in run.story()
+    assert re.search("preferences +accuracy 100%, margin ", rlhpc("report", str(layout.root)).stdout)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)

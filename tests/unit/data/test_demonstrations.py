@@ -257,7 +257,8 @@ def test_a_record_without_the_field_is_answered_with_keys_that_fit_it(
     with pytest.raises(DataError) as refusal:
         made_of(models["qwen2.5"], record)
     assert "d.jsonl:1: no field 'messages', which data.messages_field names" in str(refusal.value)
-    assert f"; legal: {fitting_keys(Record(record, ''))}" in str(refusal.value)
+    table = DemonstrationsConfig(path=Path("d"))
+    assert f"; legal: {fitting_keys(Record(record, ''), table)}" in str(refusal.value)
     assert said in str(refusal.value)
 
 
@@ -274,6 +275,7 @@ def test_pairs_that_begin_with_their_prompt_are_told_the_key_for_it(
         with pytest.raises(DataError, match=r'; legal: .*prompt_template=""') as refusal:
             made_of(models["qwen2.5"], record, **table, **more)
         assert "which is asked" not in str(refusal.value)
+        assert "sft.loss" not in str(refusal.value)
     made_of(models["qwen2.5"], record, **table, prompt_template="")
 
 

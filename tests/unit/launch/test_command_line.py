@@ -231,7 +231,7 @@ def test_help_of_fine_tuning_names_nothing_of_rollouts(capsys: pytest.CaptureFix
         main(["sft", "--help"])
     said = capsys.readouterr().out
     assert "sft.learning_rate=2e-5" in said
-    assert not any(word in said for word in ("--no-replay", "--lift-quarantine", "trainer.learning_rate"))
+    assert not any(word in said for word in ("rollouts", "--lift-quarantine", "trainer.learning_rate"))
 
 
 @pytest.mark.parametrize("words", [["submit", "--help"], ["status", "/nowhere"], ["stop", "/nowhere"], ["plan"]])
