@@ -153,7 +153,8 @@ def test_a_template_that_fails_or_reaches_for_python_is_refused(tmp_path, source
 def test_a_checkpoint_without_a_template_is_refused_when_one_is_wanted(tmp_path):
     tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"no chat template .*chat messages and use_chat_template=true need.*legal: .*use_chat_template=false"
+        ConfigError,
+        match=r"no chat template .*chat messages and use_chat_template=true need.*legal: .*use_chat_template=false",
     ):
         tokenizer.encode_chat("x")
 
