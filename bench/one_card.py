@@ -46,6 +46,7 @@ TAIL_CHARACTERS = 6000
 LAYOUTS, RUNS = "tests/gpu/test_layouts_nccl.py", "tests/gpu/test_one_card_runs.py"
 TRANSPORT = "tests/contracts/test_weight_transport.py"
 PROBE = "tests/unit/launch/test_doctor_command.py"
+SERVICES = "tests/contracts/test_services.py"
 PASSED, FAILED, TOO_LONG, SKIPPED = "passed", "failed", "too long", "skipped"
 MACHINE = """
 import json, os, torch
@@ -139,6 +140,8 @@ PARTS = (
          VERSIONS, VERSIONS_TOY),
     Part("engine", "tokens/s of a 0.6B engine, beside vLLM alone and while versions arrive", 180,
          ENGINE, ENGINE_TOY, needs_engine=True),
+    Part("services", "a teacher, a judge, reward models: their answers are what transformers computes", 180,
+         tests(SERVICES, "transformers and not run"), tests(SERVICES, "a_teacher"), needs_engine=True),
     Part("GSM8K", "a run of GSM8K's shape, 0.6B, trainer and engine on the card: steps, and where time goes", 180,
          ("bench.gsm8k_shape", "--steps", "10"), SHAPE_TOY, needs_engine=True),
     Part("1.7B", "as 0.6B, 1.7 billion parameters", 75, trainer("qwen3-1.7b"), toy()),
