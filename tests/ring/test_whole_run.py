@@ -38,6 +38,8 @@ def whole_run(lab: Lab) -> RunLayout:
         "kl_estimator": "k1",
         "entropy_coefficient": 1e-4,
         "advantage": "gae",
+        "forward_kl_coefficient": 1e-3,
+        "teacher_top_k": 4,
     }
     few = lab.root / "few.jsonl"
     few.write_text("".join(lab.dataset.read_text().splitlines(keepends=True)[:3]))  # whose epochs end
@@ -52,6 +54,7 @@ def whole_run(lab: Lab) -> RunLayout:
         data=data,
         curriculum={"target_pass_rate": 0.5, "min_chance": 0.01},
         admission={"active_sampling": False},
+        service=[{"name": "larger", "kind": "teacher", "path": str(lab.model)}],
     )
 
 
@@ -180,7 +183,8 @@ def test_the_run_directory_holds_what_the_layout_says(whole_run: RunLayout) -> N
     assert whole_run.secrets.stat().st_mode & 0o777 == 0o700
     assert len(whole_run.attempts.read_text().splitlines()) == 1
     assert json.loads(whole_run.status.read_bytes())["phase"] == "complete"
-    assert {path.name for path in whole_run.logs.iterdir()} == {"controller-0", "reward-0", "trainer-0", "generator-0"}
+    logs = {path.name for path in whole_run.logs.iterdir()}
+    assert logs == {"controller-0", "reward-0", "trainer-0", "generator-0", "service-0"}
     assert not list(whole_run.root.rglob("*.partial"))
     found = latest_complete(whole_run.checkpoints)
     assert found is not None
