@@ -320,12 +320,12 @@ TOYS = {part.dry or part.words: part for part in reversed(PARTS)}  # each once, 
 @pytest.mark.starts
 @pytest.mark.vllm
 @pytest.mark.long
-@pytest.mark.timeout(630)
+@pytest.mark.timeout(1330)
 @pytest.mark.parametrize("part", reversed(TOYS.values()), ids=lambda part: part.name)
 def test_all_of_it_runs_dry(part: Part, tmp_path: Path) -> None:
     """On CPU with gloo in NCCL's place: what is left to a card is the card."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    words = ["run", "--dry", "--seconds", "600", "--results", str(tmp_path / "dry.json"), "--parts", part.name]
+    words = ["run", "--dry", "--seconds", "1300", "--results", str(tmp_path / "dry.json"), "--parts", part.name]
     command = [sys.executable, "-m", "bench.one_card", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     (found,) = json.loads((tmp_path / "dry.json").read_text())["parts"]
