@@ -41,7 +41,7 @@ class ServiceConfig(Section):
     name: Name
     """Its name, by which data.teacher, judge.service and reward_model.service refer to it."""
     kind: ServiceKind
-    """What it is asked for: log-probabilities of the policy's tokens ("teacher"), scores of a reward model ("reward"),
+    """Its purpose: log-probabilities of the policy's tokens ("teacher"), scores of a reward model ("reward"),
     or replies of a chat model ("judge")."""
     path: LoosePath | None = None
     """HF checkpoint of a model that is started with the run."""
@@ -109,8 +109,8 @@ class RewardModelConfig(Section):
     service: str = ""
     """Name of the [[service]] of kind "reward" that is asked; default: the only one."""
     prompt_template: str = "{prompt}"
-    """What the completion answers, filled with the fields of the record: data.reference_field = "*"; a literal brace is
-    doubled."""
+    """Prompt that the completion answers, filled with the fields of the record: data.reference_field = "*"; a literal
+    brace is doubled."""
     use_chat_template: bool = True
     """Prompt and completion are a user's and an assistant's message in the model's own chat template; false: one text,
     the completion behind the prompt."""
@@ -118,16 +118,16 @@ class RewardModelConfig(Section):
     """Name or number of the class whose score counts, of a model with several; default: its only one.  A number where
     the service has a url."""
     step_separator: str = ""
-    """Of a process reward model: text that ends each step of a completion, such as "\\n\\n"; what a step adds to the
+    """Text that ends each step of a completion, such as "\\n\\n", for a process reward model; what a step adds to the
     reward, or takes from it, is earned at its last character."""
     step_token: str = ""
-    """Of a process reward model: token at which it scores a step, put in place of step_separator."""
+    """Token at which a process reward model scores a step, put in place of step_separator."""
     step_reduction: Annotated[Literal["mean", "min", "last", "product"], only_with("reward_model.step_separator")] = (
         "min"
     )
     """How scores of steps become the reward of the completion."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """What is applied to the score, or to those of all classes, before scale and shift."""
+    """Function of the score, or of those of all classes, applied before scale and shift."""
     scale: Annotated[float, Usual(-1000, 1000, "it multiplies a score", zero=True)] = 1.0
     """Factor of a score."""
     shift: Annotated[float, Usual(-1000, 1000, "it is added to a score", zero=True)] = 0.0

@@ -58,7 +58,7 @@ from rlhpc.protocol.errors import (
     RunDirectoryError,
     StarvedError,
 )
-from rlhpc.protocol.messages import ChannelSpec, Heartbeat, Hello, StopRole
+from rlhpc.protocol.messages import ChannelSpec, Heartbeat, Hello, Reregister, StopRole
 from rlhpc.transport.open import Endpoint, FoundClient, connect, successor
 from rlhpc.transport.sessions import another_of
 
@@ -575,6 +575,16 @@ async def serve_controllers(
         log.info("looking for the next controller, for %g s at most", context.meet_timeout_s)
         next_context = dataclasses.replace(context, incarnation=another_of(context.incarnation))
         session = ControllerSession(next_context, stop, gone=session.gone)
+
+
+async def heed_controller(control: ClientChannel, session: ControllerSession) -> None:
+    """Say Hello again when asked to, and end the session at StopRole; endlessly."""
+    while True:
+        message = await control.receive()
+        if isinstance(message, Reregister):
+            await control.send(hello(session.context))
+        elif isinstance(message, StopRole):
+            session.asked_to_stop(message)
 
 
 async def follow_services(

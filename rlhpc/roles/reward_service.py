@@ -15,17 +15,15 @@ from functools import partial
 from rlhpc.base.patience import patiently_here
 from rlhpc.config.tables_services import runs_programs
 from rlhpc.environments.dialogue import answered
-from rlhpc.protocol.contracts import ClientChannel, ServerChannel
+from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import ChannelFull, PeerUnreachable, RoleFailed
 from rlhpc.protocol.messages import (
     CONTROL,
     REWARDS,
     Heartbeat,
-    Reregister,
     RewardReply,
     RewardRequest,
     StillWaiting,
-    StopRole,
     TurnReply,
     TurnRequest,
 )
@@ -36,6 +34,7 @@ from rlhpc.roles.lifecycle import (
     ControllerSession,
     RoleContext,
     beat,
+    heed_controller,
     hello,
     run_loop,
     serve_controllers,
@@ -90,16 +89,9 @@ async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
         await control.send(hello(context))
         service = RewardService(server, pool)
         interval_s = context.config.transport.heartbeat_s
-        await session.until_over(service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, session))
-
-
-async def _hear(control: ClientChannel, session: ControllerSession) -> None:
-    while True:
-        message = await control.receive()
-        if isinstance(message, Reregister):
-            await control.send(hello(session.context))
-        elif isinstance(message, StopRole):
-            session.asked_to_stop(message)
+        await session.until_over(
+            service.serve(), beat(control, interval_s, service.heartbeat), heed_controller(control, session)
+        )
 
 
 class RewardService:

@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.base.host_address import host_address
 from rlhpc.base.patience import patiently_aside
 from rlhpc.config.tables_models import ServiceConfig
-from rlhpc.protocol.contracts import ClientChannel
 from rlhpc.protocol.errors import ConfigError, EngineError, RoleFailed
-from rlhpc.protocol.messages import CONTROL, Heartbeat, Reregister, StopRole
+from rlhpc.protocol.messages import CONTROL, Heartbeat
 from rlhpc.roles.lifecycle import (
     ControllerSession,
     RoleContext,
     beat,
+    heed_controller,
     hello,
     run_loop,
     serve_controllers,
@@ -103,16 +103,7 @@ async def _serve_one(endpoint: ServiceEndpoint, session: ControllerSession) -> N
         await endpoint.publish()  # a new attempt has cleared the directory
         await control.send(hello(session.context))
         interval_s = session.context.config.transport.heartbeat_s
-        await session.until_over(beat(control, interval_s, endpoint.heartbeat), _obey(control, session))
-
-
-async def _obey(control: ClientChannel, session: ControllerSession) -> None:
-    while True:
-        message = await control.receive()
-        if isinstance(message, Reregister):
-            await control.send(hello(session.context))
-        elif isinstance(message, StopRole):
-            session.asked_to_stop(message)
+        await session.until_over(beat(control, interval_s, endpoint.heartbeat), heed_controller(control, session))
 
 
 class ServiceEndpoint:

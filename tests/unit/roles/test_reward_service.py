@@ -19,8 +19,8 @@ from rlhpc.protocol.messages import CONTROL, REWARDS, Hello, Reregister, RewardR
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles import reward_service
 from rlhpc.roles.evaluator import Evaluator, draw_all
-from rlhpc.roles.lifecycle import ControllerSession, RoleContext
-from rlhpc.roles.reward_service import RewardService, _hear
+from rlhpc.roles.lifecycle import ControllerSession, RoleContext, heed_controller
+from rlhpc.roles.reward_service import RewardService
 from rlhpc.transport.rpc import RpcClient
 from rlhpc.weights.buckets import make_manifest
 from tests import build
@@ -112,7 +112,7 @@ async def test_a_service_says_hello_again_as_often_as_it_is_asked_to(tmp_path: P
     server, config = MemoryServer(CONTROL), small_config()
     context = RoleContext("reward", 0, 1, 0, None, "0.0.0-first", RunLayout(tmp_path), config, config_hash(config))
     control = server.connect("reward-0")
-    hearing = asyncio.create_task(_hear(control, ControllerSession(context, asyncio.Event())))
+    hearing = asyncio.create_task(heed_controller(control, ControllerSession(context, asyncio.Event())))
     for _ in range(2):
         await server.send("reward-0", Reregister())
         name, message = await server.receive(PATIENCE_S)

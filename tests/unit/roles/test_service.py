@@ -21,10 +21,10 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash
 from rlhpc.protocol.errors import ConfigError, EngineError
 from rlhpc.protocol.messages import CONTROL, Hello, Reregister
-from rlhpc.roles.lifecycle import ControllerSession, RoleContext
+from rlhpc.roles.lifecycle import ControllerSession, RoleContext, heed_controller
 from rlhpc.roles.service import models, service
 from rlhpc.roles.service.models import start_model
-from rlhpc.roles.service.service import MAX_REQUEST_BYTES, ServiceEndpoint, _obey, own_service
+from rlhpc.roles.service.service import MAX_REQUEST_BYTES, ServiceEndpoint, own_service
 from rlhpc.transport import http_server
 from rlhpc.transport.service_address import addresses_of
 from tests import build
@@ -485,7 +485,7 @@ async def test_each_start_has_an_address_and_a_key_of_its_own_and_takes_no_later
 async def test_a_service_says_hello_again_as_often_as_it_is_asked_to_and_stops_when_told(tmp_path: Path) -> None:
     server, context = MemoryServer(CONTROL), context_of(tmp_path, "judge")
     control, session = server.connect("service-0"), ControllerSession(context, asyncio.Event())
-    obeying = asyncio.create_task(_obey(control, session))
+    obeying = asyncio.create_task(heed_controller(control, session))
     for _ in range(2):
         await server.send("service-0", Reregister())
         _, message = await server.receive(PATIENCE_S)
