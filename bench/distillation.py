@@ -56,7 +56,7 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run."""
+    """Figures of one run."""
 
     rollouts_to_goal: float  # nan: it did not get there
     final_reward: float

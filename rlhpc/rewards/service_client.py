@@ -60,6 +60,11 @@ class ModelServer:
     model: str  # its name in requests; "": the first that the server lists
     key: str = ""
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of a request to it."""
+        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+
 
 @dataclass(frozen=True, slots=True)
 class AskingLimits:
@@ -298,8 +303,7 @@ class ServiceClient:
         """Return the JSON document with which a server replies; body: None for GET.  Raises Unusable."""
         base = place.url.rstrip("/")
         url = f"{base.removesuffix('/v1')}{path}" if path.startswith("/") else f"{base}/{path}"
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {place.key}"} if place.key else {})
-        request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), place.headers)
         try:
             with self._opener.open(request, timeout=timeout_s) as reply:
                 content = _read(reply, self.clock, self.clock() + timeout_s)
@@ -318,7 +322,7 @@ class ServiceClient:
             f"status {error.code}: {_beginning_of(error)}",
             is_final=error.code not in _WORTH_ANOTHER_TRY and not is_foreign,
             is_away=error.code in _IS_AWAY or is_foreign,
-            wait_s=_retry_after(error.headers.get("Retry-After")),
+            wait_s=retry_after(error.headers.get("Retry-After")),
         )
 
     def _has_turn(self, end: float) -> bool:
@@ -364,7 +368,7 @@ def _beginning_of(error: urllib.error.HTTPError) -> str:
     return ""
 
 
-def _retry_after(header: str | None) -> float | None:
+def retry_after(header: str | None) -> float | None:
     """Seconds to wait; None without a header, or if it is no number: a date, or NaN."""
     try:
         wait_s = float(header) if header is not None else math.nan

@@ -1,4 +1,4 @@
-"""What services answer over HTTP, with vLLM's engines, is what transformers computes from the same checkpoints."""
+"""Answers of services over HTTP, with vLLM's engines, are what transformers computes from the same checkpoints."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ScriptedPoolingEngine(PoolingEngine):
 
     @classmethod
     def of(cls, config: Config) -> ScriptedPoolingEngine:
-        """As the checkpoint's script says, of texts as its tokenizer decodes them."""
+        """Return the engine of the checkpoint's script, for texts as its tokenizer decodes them."""
         return cls(PoolingScript.of(config), PromptTokenizer(config.model.path).decode)
 
     async def classify(self, token_ids: Int32, *, use_activation: bool = False) -> Float32:

@@ -37,7 +37,7 @@ from rlhpc.config.tables_models import ServiceConfig
 from rlhpc.protocol.errors import RoleFailed
 from rlhpc.protocol.types import Int32, Prompt, Rollout, TeacherScores
 from rlhpc.rewards.outcomes import INVALID, OF_TEACHERS, REFUSED, TEACHER_FIGURES, TEACHER_PREFIX, UNANSWERED
-from rlhpc.rewards.service_client import ModelServer, Unusable, places_of
+from rlhpc.rewards.service_client import ModelServer, Unusable, places_of, retry_after
 
 log = logging.getLogger("rlhpc.generator")
 Result = TypeVar("Result")
@@ -331,11 +331,15 @@ class _Teacher:
         self, http: aiohttp.ClientSession, place: ModelServer, url: str, body: bytes | None, most_bytes: int
     ) -> bytes:
         """Return the content with which a server replies; body: None for GET.  Raises Unusable."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {place.key}"} if place.key else {})
         proxy = _proxy_to(url) if self.service.url else None  # between processes of a run there is none
         try:
             async with http.request(
-                "GET" if body is None else "POST", url, data=body, headers=headers, proxy=proxy, allow_redirects=False
+                "GET" if body is None else "POST",
+                url,
+                data=body,
+                headers=place.headers,
+                proxy=proxy,
+                allow_redirects=False,
             ) as reply:
                 content = bytearray()
                 async for piece in reply.content.iter_chunked(1 << 18):
@@ -350,15 +354,12 @@ class _Teacher:
         except ValueError as error:  # an address that is none
             raise Unusable(f"{place.url}: {error}", is_final=bool(self.service.url), is_away=True) from error
 
-    def _refusal(self, status: int, content: bytes, retry_after: str | None) -> Unusable:
+    def _refusal(self, status: int, content: bytes, wait: str | None) -> Unusable:
+        """wait: the header Retry-After."""
         is_foreign = not self.service.url and status in _FOREIGN
         is_away = status in _IS_AWAY or status >= HTTPStatus.INTERNAL_SERVER_ERROR or is_foreign
         said = content[:SHOWN_CHARACTERS].decode(errors="replace")
-        with suppress(ValueError, TypeError):
-            wait_s = float(retry_after or "")
-            wait = None if math.isnan(wait_s) else max(0.0, wait_s)
-            return Unusable(f"status {status}: {said}", is_final=not is_away, is_away=is_away, wait_s=wait)
-        return Unusable(f"status {status}: {said}", is_final=not is_away, is_away=is_away)
+        return Unusable(f"status {status}: {said}", is_final=not is_away, is_away=is_away, wait_s=retry_after(wait))
 
     # ---------------------------------------------------------------------------------------------------------- places
 
