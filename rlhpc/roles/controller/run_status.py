@@ -84,10 +84,11 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
 def tenth_means(curve: dict[int, tuple[float, int]], num_versions: int) -> tuple[float | None, float | None]:
     """Mean reward over the rollouts of the first and of the last tenth of versions; None if there are none.
 
-    The last tenth ends with the newest version that has rollouts: the last batches may all be of earlier ones.
+    The last tenth ends with the newest trained-on version that has rollouts: the last batches may all be of earlier
+    ones, and what follows the last step is nobody's batch.
     """
     tenth = max(1, num_versions // 10)
-    end = min(num_versions, max(curve, default=0) + 1)
+    end = 1 + max((version for version in curve if version < num_versions), default=0)
     return _mean(curve, 0, tenth), _mean(curve, end - tenth, end)
 
 

@@ -132,7 +132,7 @@ def test_the_last_mark_is_the_last_of_all_that_are_closed():
 def test_boxes_that_are_never_closed_take_little_time():
     began = time.thread_time()
     assert math_answer(r"\boxed{" * 50_000, "18").reward == 0.0
-    assert time.thread_time() - began < 1.0
+    assert time.thread_time() - began < 10.0  # where every box was read to the end, minutes
 
 
 def test_an_answer_cannot_break_out_of_the_braces_it_is_put_in():

@@ -337,6 +337,7 @@ def test_a_tenth_is_weighed_by_rollouts_and_at_least_one_version() -> None:
     assert tenth_means({0: (1.0, 30), 1: (0.0, 10)}, 10) == (1.0, 0.0)
     assert tenth_means({0: (0.5, 30)}, 20) == (0.5, 0.5)  # all batches are of one version
     assert tenth_means({3: (0.5, 30)}, 20) == (None, 0.5)  # segments were lost
+    assert tenth_means({0: (0.5, 30), 8: (0.25, 30), 10: (1.0, 5)}, 10) == (0.5, 0.25)  # 10 follows the last step
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
