@@ -214,4 +214,4 @@ def test_pages_stay_short_enough_to_be_read() -> None:
     assert lines["docs/design.md"] <= 400
     docs = {page: number for page, number in lines.items() if re.fullmatch(r"docs/\w+\.md", page)}
     assert len(docs) <= 19
-    assert sum(docs.values()) - docs["docs/log.md"] <= 4_700
+    assert sum(docs.values()) - docs["docs/log.md"] <= 4_800
