@@ -7,18 +7,22 @@ cluster's own jobs are ever signalled; `stop` leaves none of them; job ids conti
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
+
+import psutil
 
 from launch.private_slurm import processes
 from launch.private_slurm import shape as accounting
@@ -71,6 +75,8 @@ class DevCluster:
         self.daemons = Daemons(self.layout, self.installation, dies_with_parent=dies_with_parent)
         self.network = Network(self.layout, self.daemons, self.shape) if self.shape.has_networks else None
         self._first_job_id = description.first_job_id
+        self._dies_with_parent = dies_with_parent
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def create(
@@ -78,6 +84,7 @@ class DevCluster:
     ) -> Self:
         """Take a new or empty directory.
 
+        dies_with_parent: a process of its own ends jobs and daemons if this one is killed; for tests.
         Raises RunDirectoryError: it holds something, or its path is too long; ConfigError: networks without root.
         """
         if shape.has_networks:
@@ -130,6 +137,8 @@ class DevCluster:
             processes.require()
         check_own_name(self.installation.version)
         self._forget_last_life()
+        if self._dies_with_parent:
+            self._guard = self._guarded()
         try:
             if self.network:  # its addresses go into slurm.conf
                 self.daemons.start(HUB)
@@ -177,6 +186,10 @@ class DevCluster:
             self.network.close()
         for name in reversed(BEFORE_NODES):
             self.daemons.end(*[each for each in names if each == name], at_once=at_once)
+        if self._guard:
+            self._guard.kill()
+            self._guard.wait()
+            self._guard = None
 
     def cancel_all(self) -> None:
         """Ask Slurm to end every job; returns before they have ended."""
@@ -296,6 +309,11 @@ class DevCluster:
     def _name(self) -> str:
         return "dev" + hashlib.sha256(os.fsencode(self.layout.root)).hexdigest()[:8]
 
+    def _guarded(self) -> subprocess.Popen[bytes]:
+        """Start the process that ends the cluster when this one is gone."""
+        program = f"from {__name__} import end_after; end_after({os.getpid()}, {str(self.layout.root)!r})"
+        return subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+
     def _wait_for_service(self, name: str, wait_s: float) -> None:
         """Wait until later daemons can use a daemon."""
         layout = self.layout
@@ -354,6 +372,17 @@ class DevCluster:
             self.layout.pid_file(name).unlink()
         for path in (self.layout.munge_socket, self.layout.database_socket, self.layout.subnet):
             path.unlink(missing_ok=True)
+
+
+def end_after(parent: int, root: str) -> None:
+    """Wait for the end of a process, then end the cluster of a directory, if there is one.
+
+    Daemons have a signal for the death of their parent; jobs have left it, and would go on without a controller.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(parent).wait()
+    with contextlib.suppress(RunDirectoryError):
+        DevCluster.open(Path(root)).stop(at_once=True)
 
 
 def _value(path: Path, key: str) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -153,6 +156,30 @@ def test_a_job_ends_while_the_controller_is_away_and_counts_as_completed(make_cl
     wait_state(cluster, short, "COMPLETED")
     assert job_state(cluster, long) == "RUNNING"
     assert job_output(cluster, long) == "up\n"
+
+
+def test_a_cluster_whose_tests_are_killed_ends_with_its_jobs() -> None:
+    program = """
+import sys, time
+from launch.private_slurm.packages import obtain
+from launch.private_slurm.shape import default_shape
+from tests.slurm.cluster_kit import submit, wait_state
+from tests.slurm.stand import new_cluster
+cluster = new_cluster(default_shape(1, 1, 1), obtain())
+cluster.start(120)
+wait_state(cluster, submit(cluster, "setsid sleep 600 & sleep 600"), "RUNNING")
+print(cluster.layout.root, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout
+        root = Path(tests.stdout.readline().strip())
+        cluster = DevCluster.open(root)
+        wait_until(lambda: len(cluster.job_processes()) >= 2, "the job runs")
+        assert cluster.is_running
+        tests.kill()
+    wait_until(lambda: not (cluster.is_running or cluster.job_processes() or cluster.step_daemons()), "all has ended")
+    shutil.rmtree(root)
 
 
 def test_a_killed_controller_finds_its_jobs_again(make_cluster: MakeCluster) -> None:
