@@ -12,17 +12,12 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -30,13 +25,17 @@ PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 VOCABULARY = {
     token: index for index, token in enumerate([*SPECIAL_TOKENS, "\n", *(chr(code) for code in range(32, 127))])
 }
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-}
+PLAIN = ("qwen2", "qwen3", "llama", "qwen3_moe")
+# Of these biases, norms and the like are drawn, too: transformers begins with zeros and ones.
+OTHERS = ("mistral", "olmo3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+FAMILIES = PLAIN + OTHERS
+# All others can share head and embedding, and do by default.
+UNTIED = ("olmo3", "mistral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NUM_EXPERTS = 8
+WINDOW = 8  # tokens of sliding windows, in every second layer; Mistral in every layer
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
+# 512 + 64 are the only sizes of latents that vLLM's kernel for CPUs knows.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 48}
 
 
 def make_tiny_checkpoint(
@@ -44,38 +43,45 @@ def make_tiny_checkpoint(
     family: str = "qwen2",
     hidden: int = 64,
     layers: int = 2,
-    tied: bool = True,
+    tied: bool | None = None,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     vocabulary: int = len(VOCABULARY),
     heads: int | None = None,
+    **settings: Any,
 ) -> Path:
     """Write a randomly drawn model and its tokenizer into `directory`; the same arguments give the same bytes.
 
-    hidden: a multiple of 32 (heads of 32, unless their number is given); family: one of FAMILIES; vocabulary: rows of
-    the embedding, of which the tokenizer knows the first 100.  Two heads of keys; the mixture takes 2 of 8 experts.
+    hidden: a multiple of 32 (heads of 32, unless their number is given); family: one of FAMILIES; tied: by default if
+    the family knows that; vocabulary: rows of the embedding, of which the tokenizer knows the first 100; settings: of
+    config.json, over the family's.  Two heads of keys, but with latents; mixtures take 2 of 8 experts.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config_class, model_class = FAMILIES[family]
-    config = config_class(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads or max(2, hidden // 32),
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.1,  # large enough that tokens are clearly not equally likely
-        tie_word_embeddings=tied,
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        **_particular_to(family, hidden),
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads or max(2, hidden // 32),
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.1,  # large enough that tokens are clearly not equally likely
+        "tie_word_embeddings": family not in UNTIED if tied is None else tied,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+    config = AutoConfig.for_model(
+        family, **sizes | _particular_to(family, hidden, layers, sizes["num_attention_heads"]) | settings
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config).to(dtype)
+        model = AutoModelForCausalLM.from_config(config)
+        if family not in PLAIN:
+            _draw_constants(model)
+    for parameter in model.parameters():  # not buffers: corrections of routers are float32 in every checkpoint
+        parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory)
     make_character_tokenizer().save_pretrained(directory)
     return directory
@@ -114,18 +120,45 @@ def make_tiny_classifier(
     return directory
 
 
-def _particular_to(family: str, hidden: int) -> dict[str, Any]:
-    if family == "qwen3":
-        return {"head_dim": 32}
-    if family == "qwen3_moe":
-        return {
-            "head_dim": 32,
-            "num_experts": NUM_EXPERTS,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "moe_intermediate_size": hidden,
-        }
-    return {}
+def _draw_constants(model: torch.nn.Module) -> None:
+    """Move weights of norms, biases, and corrections of routers off ones and zeros: what ignores them shows."""
+    of_model = dict(model.state_dict(keep_vars=True))
+    with torch.no_grad():
+        for tensor in of_model.values():
+            if tensor.is_floating_point() and bool((tensor == tensor.flatten()[0]).all()):
+                tensor += 0.1 * torch.randn_like(tensor)
+
+
+def _particular_to(family: str, hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    windows = {
+        "sliding_window": WINDOW,
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
+    }
+    experts = {"num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": hidden}
+    many = experts | {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "routed_scaling_factor": 1.5}
+    latent = LATENT | {"num_key_value_heads": heads} | many
+    of_family: dict[str, dict[str, Any]] = {
+        "qwen3": {"head_dim": 32},
+        "qwen3_moe": {"head_dim": 32, "num_experts": NUM_EXPERTS} | experts,
+        "mistral": {"head_dim": 32, "sliding_window": WINDOW},
+        "olmo3": windows | {"rope_parameters": _by_kind(YARN)},
+        "gemma2": windows | {"head_dim": 32, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.0,
+                             "final_logit_softcapping": 2.0},
+        "gemma3_text": windows | {"head_dim": 32, "query_pre_attn_scalar": 24},
+        "gpt_oss": windows | {"head_dim": 32, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2,
+                              "rope_parameters": YARN | {"truncate": False}},
+        "deepseek_v2": latent | {"q_lora_rank": None, "first_k_dense_replace": 1, "norm_topk_prob": False,
+                                 "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        "deepseek_v3": latent | {"q_lora_rank": 32, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+                                 "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        "glm4_moe_lite": latent | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},
+    }  # fmt: skip
+    return of_family.get(family, {})
+
+
+def _by_kind(rope: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 3 stretches only the layers that see everything."""
+    return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": rope["rope_theta"]}}
 
 
 def make_character_tokenizer() -> PreTrainedTokenizerFast:

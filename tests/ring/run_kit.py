@@ -63,9 +63,9 @@ class Lab:
         return RunLayout(self.root / "runs" / name)
 
 
-def make_lab(root: Path) -> Lab:
+def make_lab(root: Path, family: str = "qwen2") -> Lab:
     """Make a tiny checkpoint and 500 additions."""
-    model = make_tiny_checkpoint(root / "model")
+    model = make_tiny_checkpoint(root / "model", family)
     write_dataset(root / "train.jsonl", 500, seed=0)
     return Lab(root, model, root / "train.jsonl")
 

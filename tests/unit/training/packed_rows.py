@@ -1,10 +1,13 @@
-"""Small packed rows and a clipped loss, drawn from a seed; inputs of layer functions; bytes of tensors that live."""
+"""Small packed rows and a clipped loss, drawn from a seed; a model on packed segments, and transformers' own on each
+alone; inputs of layer functions; bytes of tensors that live.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from rlhpc.config.rules import Config
 from rlhpc.protocol.contracts import TokenRow
 from rlhpc.protocol.types import PackedMicrobatch, TrainingSample
+from rlhpc.training.hf_model import CausalLM
+from rlhpc.training.packed_attention import SegmentPlan
 
 
 def draw_samples(lengths: Sequence[int], *, vocabulary: int = 100, seed: int = 0) -> list[TrainingSample]:
@@ -128,6 +134,56 @@ def tiny_config(model: Path, **trainer: object) -> Config:
             },
         }
     )
+
+
+# ------------------------------------------------------------ A model on packed segments, and transformers' own on each
+
+
+def packed_logprobs(model: CausalLM, segments: Sequence[Tensor], *, chunk_tokens: int = 4) -> Tensor:
+    """Of every token that has one before it, by one packed row, with gradients."""
+    row = torch.cat(list(segments))
+    borders = np.cumsum([0, *map(len, segments)], dtype=np.int32)
+    positions = torch.cat([torch.arange(len(segment)) for segment in segments])
+    hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, row.device))
+    tokens = torch.cat([torch.arange(first + 1, last) for first, last in pairwise(borders)])
+    found, _, _ = model.head(
+        hidden[tokens - 1], model.head_weight, row[tokens], temperature=1.0, chunk_tokens=chunk_tokens
+    )
+    return found
+
+
+def logprobs_of_packed(model: CausalLM, segments: Sequence[Tensor]) -> Tensor:
+    """packed_logprobs without gradients."""
+    model.module.eval()
+    with torch.no_grad():
+        return packed_logprobs(model, segments, chunk_tokens=64)
+
+
+def gradients_of_packed(model: CausalLM, segments: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """Of the sum of packed_logprobs, by parameter."""
+    packed_logprobs(model, segments).sum().backward()
+    return {name: parameter.grad for name, parameter in model.parameters.items()}
+
+
+def plain_model(directory: Path) -> Any:
+    """As transformers loads and computes it, by its plainest functions."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def plain_logprobs(hf: Any, segments: Sequence[Tensor]) -> Tensor:
+    """As packed_logprobs, of each segment alone."""
+    answers = [hf(input_ids=segment[None], use_cache=False).logits[0].log_softmax(-1) for segment in segments]
+    chosen = [each[:-1].gather(1, segment[1:, None])[:, 0] for each, segment in zip(answers, segments, strict=True)]
+    return torch.cat(chosen)
+
+
+def gradients_of_plain(directory: Path, segments: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """As gradients_of_packed."""
+    hf = plain_model(directory)
+    plain_logprobs(hf, segments).sum().backward()
+    return {name: parameter.grad for name, parameter in hf.named_parameters()}
 
 
 # ------------------------------------------------------------------------------------- Random inputs of layer_functions

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import safetensors.torch
@@ -28,10 +26,10 @@ from rlhpc.models.shape import ModelShape
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.hf_model import cast_parameters, load_causal_lm, on_disk, views_on_disk
-from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import SegmentPlan
 from tests.tiny_models import FAMILIES, NUM_EXPERTS, make_tiny_checkpoint
 from tests.unit.launch.public_models import ODD_CONFIGS
+from tests.unit.training.packed_rows import gradients_of_packed, gradients_of_plain, logprobs_of_packed
 
 CPU = torch.device("cpu")
 
@@ -250,41 +248,6 @@ def test_a_directory_without_a_model_is_a_config_error(tmp_path):
         load_causal_lm(tmp_path / "absent", device=CPU)
 
 
-@torch.no_grad()
-def logprobs_of_packed(model, segments):
-    """Of every token that has one before it."""
-    model.module.eval()
-    row = torch.cat(segments)
-    borders = np.cumsum([0, *map(len, segments)], dtype=np.int32)
-    positions = torch.cat([torch.arange(len(segment)) for segment in segments])
-    hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, CPU))
-    tokens = torch.cat([torch.arange(first + 1, last) for first, last in pairwise(borders)])
-    found, _ = chunked_logprobs(hidden[tokens - 1], model.head_weight, row[tokens], temperature=1.0, chunk_tokens=64)
-    return found
-
-
-def gradients_of_packed(model, segments):
-    """Of the sum of log-probabilities of all tokens that have one before them."""
-    row = torch.cat(segments)
-    borders = np.cumsum([0, *map(len, segments)], dtype=np.int32)
-    positions = torch.cat([torch.arange(len(segment)) for segment in segments])
-    hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, CPU))
-    predicted = torch.from_numpy(np.setdiff1d(np.arange(len(row)), borders))
-    logprobs, _ = chunked_logprobs(
-        hidden[predicted - 1], model.head_weight, row[predicted], temperature=1.0, chunk_tokens=4
-    )
-    logprobs.sum().backward()
-    return {name: parameter.grad for name, parameter in model.parameters.items()}
-
-
-def gradients_of_plain(directory, segments):
-    hf = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
-    for segment in segments:
-        logits = hf(input_ids=segment[None], use_cache=False).logits[0]
-        logits.log_softmax(-1)[:-1].gather(1, segment[1:, None]).sum().backward()
-    return {name: parameter.grad for name, parameter in hf.named_parameters()}
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_mixture_of_experts_has_the_gradients_of_plain_hf(recompute, tmp_path):
     directory = make_tiny_checkpoint(tmp_path, family="qwen3_moe", hidden=32, tied=False)
@@ -343,7 +306,7 @@ def spec_of(name, parameter):
     return TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_names_and_bits_are_those_that_transformers_writes(family, dtype, tmp_path):
     make_tiny_checkpoint(tmp_path, family=family, hidden=32, dtype=dtype)
@@ -355,7 +318,7 @@ def test_names_and_bits_are_those_that_transformers_writes(family, dtype, tmp_pa
         for spec, view in zip(on_disk(spec_of(name, parameter)), views_on_disk(name, parameter), strict=True):
             assert (spec.shape, spec.dtype) == (tuple(view.shape), str(view.dtype).removeprefix("torch."))
             found[spec.name] = view
-    assert found.keys() == written.keys()
+    assert found.keys() == written.keys() - dict(module.named_buffers()).keys()
     assert [name for name in found if not torch.equal(found[name], written[name])] == []
 
 

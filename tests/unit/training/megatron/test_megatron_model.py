@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, LlamaCon
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlhpc.config.tables import TrainerConfig
-from rlhpc.models.shape import ParallelLayout
+from rlhpc.models.shape import FAMILIES, ParallelLayout
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.megatron.attention import (
@@ -26,7 +26,7 @@ from rlhpc.training.megatron.attention import (
 )
 from rlhpc.training.megatron.hf_layout import critic_of, parameter_maps
 from rlhpc.training.megatron.model_config import ModelFile, read_model, rotary_frequencies, transformer_config
-from tests.tiny_models import FAMILIES, make_tiny_checkpoint
+from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.megatron.policy_ranks import Case, Seen, mixed_row, rank_results, unpacked_logprobs
 from tests.unit.training.rank_processes import run_ranks
 

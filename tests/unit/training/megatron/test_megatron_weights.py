@@ -22,7 +22,7 @@ from launch.checks.memory_plan import bucket_sizes
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import TrainerConfig
-from rlhpc.models.shape import ModelShape, ParallelLayout
+from rlhpc.models.shape import FAMILIES, ModelShape, ParallelLayout
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.checkpoint_tensors import TensorSource, gather_stream
@@ -49,7 +49,7 @@ from rlhpc.training.megatron.hf_weights import (
 from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
 from rlhpc.weights.buckets import buckets_of, make_manifest, manifest_bytes
-from tests.tiny_models import FAMILIES, NUM_EXPERTS, make_tiny_checkpoint
+from tests.tiny_models import NUM_EXPERTS, make_tiny_checkpoint
 from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, RECIPES
 from tests.unit.training.megatron.policy_ranks import share_of
 from tests.unit.training.rank_processes import run_ranks
