@@ -110,6 +110,7 @@ RULES = {"target_pass_rate": 0.5, "solved_rest_epochs": 1, "max_group_size": 9, 
 MINIBATCHES = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "gmpo"}
 RENEWED = {"kl_coefficient": 0.5, "reference_every": 4}  # checkpoints hold the reference
 CRITIC = {"advantage": "gae", "advantage_normalization": "batch", "gae_lambda": 0.95}
+TAUGHT = {"distillation_coefficient": 0.1, "kl_coefficient": 0.5, "kl_reference": "teacher"}
 LONG = pytest.mark.long
 SOAK = (pytest.mark.long, pytest.mark.soak)
 
@@ -125,6 +126,7 @@ SOAK = (pytest.mark.long, pytest.mark.soak)
         pytest.param(
             "critic", 2, {"backend": "deepspeed", "zero_stage": 2, **FALLING, **TWO_RANKS}, CRITIC, marks=LONG
         ),
+        pytest.param("teacher", 1, {}, TAUGHT, marks=LONG),
         pytest.param("vllm", 1, {}, {}, marks=LONG),  # a bit that differs would show in every token
         pytest.param("curriculum", 1, {}, {"kl_coefficient": 0.5, "entropy_coefficient": 1e-3}, marks=SOAK),
     ],
@@ -133,10 +135,12 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
     lab: Lab, name: str, max_staleness: int, trainer: dict[str, object], algorithm: dict[str, object]
 ) -> None:
     sections = settings(name, max_staleness, **trainer) | ({"algorithm": algorithm} if algorithm else {})
-    if algorithm is CRITIC:
+    if algorithm in (CRITIC, TAUGHT):
         sections["admission"] |= {"active_sampling": False}
     if name == "adapters":
         sections["lora"] = {"rank": 4, "alpha": 8.0}
+    if name == "teacher":
+        sections["service"] = [{"name": "larger", "kind": "teacher", "path": str(lab.model), "replicas": 2}]
     if name == "vllm":
         sections["generation"] |= {"engine": "vllm", "num_replicas": 1}
     if name == "curriculum":  # epochs of a few prompts: who is drawn, and how often, hangs on what was sampled before
