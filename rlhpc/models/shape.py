@@ -84,7 +84,7 @@ def _unsupported_rotation(model: Mapping[str, Any]) -> Iterator[tuple[str, Any, 
 # Rows of logits that a rank holds at once.  Fewer would save little: with a bfloat16 model backward needs most, ¼ of a
 # chunk's logits and 1⅝ times the head's gradient (training/logprob.py), which are 85 % of it at a hidden size of 896.
 LOGPROB_CHUNK_TOKENS = 1024
-LAYER_TYPES = {"full_attention", "sliding_attention"}  # supported layer_types of config.json
+LAYER_TYPES = {"full_attention", "linear_attention", "sliding_attention"}  # supported layer_types of config.json
 
 
 @dataclass(frozen=True, slots=True)

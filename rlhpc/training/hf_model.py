@@ -31,6 +31,7 @@ from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
 from rlhpc.training.logprob import VALUE_HEAD, chunked_logprobs, head_logprobs, token_values
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
+from rlhpc.training.packed_delta_net import by_transformers_alone, pack_delta_nets
 
 # --------------------------------------------------------------------------------------------------------- hf attention
 #
@@ -202,6 +203,7 @@ def load_causal_lm(
     cast_parameters(model, dtype)  # also those that transformers keeps in float32
     _refuse_unknown_experts(model, path)
     _drop_nothing(module)
+    pack_delta_nets(module)
     _refuse_unfaithful(model, path)
     module.train()  # HF recomputes activations only in training mode
     if recompute_activations:
@@ -289,7 +291,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
     module: Any = model.module
     module.eval()
     row = torch.arange(1, 1 + sum(TRIAL_LENGTHS), device=device) % vocabulary
-    with _narrow_windows(module), _in_float32(module):
+    with _narrow_windows(module), _in_float32(module), by_transformers_alone(module):
         module.set_attn_implementation("eager")
         segments = row.split_with_sizes(TRIAL_LENGTHS)
         logits = [module(input_ids=segment[None], use_cache=False).logits[0] for segment in segments]

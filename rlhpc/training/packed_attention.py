@@ -14,10 +14,10 @@ and the 2 W − 1 keys that they see.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,17 +33,38 @@ MIN_FILL = 0.8  # a bucket's shortest segment over its longest: padding costs at
 SHORT_TOKENS = 16  # segments up to this length share a bucket regardless of padding
 _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # it changes between versions of torch
 HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
+Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True)
-class SegmentPlan:
+class Padding:
+    """Padded places of the tokens of a packed row; padding repeats a token of its own segment."""
+
+    device: torch.device
+    _gather: NDArray[np.int64]  # [P] row index of each padded position
+    _scatter: NDArray[np.int64]  # [T] padded position of each row index
+
+    # On the device only when the padded path is taken: the flash kernel does not need them.
+    @cached_property
+    def gather(self) -> Tensor:
+        """int64 [P] on the device."""
+        return on_device(self._gather, self.device)
+
+    @cached_property
+    def scatter(self) -> Tensor:
+        """int64 [T] on the device."""
+        return on_device(self._scatter, self.device)
+
+
+@dataclass(frozen=True)
+class SegmentPlan(Padding):
     """The place of each segment of a packed row, and how they are padded together.  Made once, used in every layer."""
 
     cu_seqlens: Tensor  # int32 [S + 1], on the device
+    borders: NDArray[np.int32]  # the same, on the host
     max_tokens: int  # of the longest segment
     buckets: tuple[tuple[int, int], ...]  # (segments, padded length) of each dense batch, in order
-    _gather: NDArray[np.int64]  # [P] row index of each padded position; padding repeats a token of its own segment
-    _scatter: NDArray[np.int64]  # [T] padded position of each row index
+    _derived: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cu_seqlens: NDArray[np.int32], device: torch.device) -> SegmentPlan:
@@ -53,6 +74,8 @@ class SegmentPlan:
         gather, scatter = _padding_of(cu_seqlens, members)
         return cls(
             cu_seqlens=on_device(cu_seqlens.astype(np.int32), device),
+            borders=cu_seqlens,
+            device=device,
             max_tokens=int(lengths.max()),
             buckets=tuple((len(bucket), int(lengths[bucket[0]])) for bucket in members),
             _gather=gather,
@@ -64,16 +87,12 @@ class SegmentPlan:
         """True where the row needs no padding and no border."""
         return self.buckets[0] == (1, len(self._scatter))
 
-    # On the device only when the padded path is taken: the flash kernel does not need them.
-    @cached_property
-    def gather(self) -> Tensor:
-        """int64 [P] on the device."""
-        return on_device(self._gather, self.cu_seqlens.device)
-
-    @cached_property
-    def scatter(self) -> Tensor:
-        """int64 [T] on the device."""
-        return on_device(self._scatter, self.cu_seqlens.device)
+    def derived(self, make: Callable[..., Derived], *args: Any) -> Derived:
+        """make(self, *args), made once: what layers of another kind need to know of the row."""
+        if (make, args) not in self._derived:
+            self._derived[make, args] = make(self, *args)
+        result: Derived = self._derived[make, args]
+        return result
 
 
 def _buckets_of(lengths: NDArray[np.integer[Any]]) -> list[list[int]]:
@@ -172,20 +191,22 @@ def _padded(
 ) -> Tensor:
     """[T, heads, D] by one dense call per bucket."""
     sizes = [count * length for count, length in segments.buckets]
-    padded = [_pad(_by_token(tensor), segments).split_with_sizes(sizes) for tensor in (query, key, value)]
+    padded = [pad(_by_token(tensor), segments).split_with_sizes(sizes) for tensor in (query, key, value)]
     outputs = []
     for (count, length), *dense in zip(segments.buckets, *padded, strict=True):
         q, k, v = (tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in dense)
         outputs.append(_causal(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1))
-    return _unpad(torch.cat(outputs), segments)
+    return unpad(torch.cat(outputs), segments)
 
 
-def _pad(tensor: Tensor, segments: SegmentPlan) -> Tensor:
+def pad(tensor: Tensor, segments: Padding) -> Tensor:
+    """[T, …] → [P, …]; the gradient of padding is not added to that of the token that it repeats."""
     padded: Tensor = _Pad.apply(tensor, segments)  # type: ignore[no-untyped-call]
     return padded
 
 
-def _unpad(padded: Tensor, segments: SegmentPlan) -> Tensor:
+def unpad(padded: Tensor, segments: Padding) -> Tensor:
+    """[P, …] → [T, …]."""
     tensor: Tensor = _Unpad.apply(padded, segments)  # type: ignore[no-untyped-call]
     return tensor
 
@@ -194,7 +215,7 @@ class _Pad(torch.autograd.Function):
     """[T, …] → [P, …].  The gradient of padding is exactly zero, so that backward is a gather too, not a sum."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, segments: SegmentPlan) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, segments: Padding) -> Tensor:
         ctx.segments = segments
         return tensor.index_select(0, segments.gather)
 
@@ -207,7 +228,7 @@ class _Unpad(torch.autograd.Function):
     """[P, …] → [T, …]; backward leaves zeros on the padding."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, segments: SegmentPlan) -> Tensor:
+    def forward(ctx: Any, padded: Tensor, segments: Padding) -> Tensor:
         ctx.segments = segments
         return padded.index_select(0, segments.scatter)
 
