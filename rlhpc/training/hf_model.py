@@ -1,15 +1,15 @@
 """A causal language model from an HF checkpoint, cut in two: the trunk that makes hidden states, and the head.
 
 Input: a checkpoint directory.  Output: a CausalLM.  Offline.  Logits are never made: the caller hands hidden states and
-the head's weight to chunked_logprobs.  Works for every architecture that honours transformers' attention interface and
-whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments
+the head's weight to its head.  Works for every architecture that honours transformers' attention interface and whose
+logits are a product, plain or capped; one that does not is refused when it is loaded, by a trial on two short segments
 beside HF's own attention.  So is a mixture of experts whose tensors have other names on disk than hf_names knows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from rlhpc.models.weights import object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
-from rlhpc.training.logprob import VALUE_HEAD, chunked_logprobs, head_logprobs, token_values
+from rlhpc.training.logprob import VALUE_HEAD, head_logprobs, token_values
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 from rlhpc.training.packed_delta_net import by_transformers_alone, pack_delta_nets
 
@@ -61,16 +61,24 @@ AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
 #     ….mlp.experts.gate_up_proj [E, 2·I, H]  →  ….mlp.experts.e.gate_proj.weight [I, H], ….mlp.experts.e.up_proj.weight
 #     ….mlp.experts.down_proj    [E, H, I]    →  ….mlp.experts.e.down_proj.weight [H, I]
 #
+# Some checkpoints (gpt-oss) have one tensor for all experts, too: what is stored as it is in memory has a mark in its
+# name, which its name on disk has not:
+#
+#     ….mlp.experts.gate_up_proj@ [E, H, 2·I]  →  ….mlp.experts.gate_up_proj
+#
 # Adapters of experts are one tensor for each projection, too (lora.py):
 #
 #     ….mlp.experts.up_proj.lora_A.weight [E, r, H]  →  ….mlp.experts.e.up_proj.lora_A.weight [r, H]
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_AS_IT_IS = "@"
 _ADAPTERS = re.compile(r"(.+\.experts)(\.\w+\.lora_[AB]\.weight)")
 
 
 def on_disk(spec: TensorSpec) -> tuple[TensorSpec, ...]:
     """The tensors on disk of a parameter of this name and shape."""
+    if spec.name.endswith(_AS_IT_IS):
+        return (TensorSpec(spec.name.removesuffix(_AS_IT_IS), spec.dtype, spec.shape),)
     stem = spec.name.rpartition(".")[0]
     if spec.name.endswith(_GATE_UP):
         experts, rows, columns = spec.shape
@@ -101,6 +109,12 @@ def views_on_disk(name: str, tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
+def name_of(parameter: str, stored: Container[str]) -> str:
+    """The name for on_disk of a module's parameter; stored: the tensors of the checkpoint."""
+    is_as_it_is = parameter.endswith((_GATE_UP, _DOWN)) and parameter in stored
+    return parameter + _AS_IT_IS if is_as_it_is else parameter
+
+
 def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, view) of a parameter; `tensor` is the parameter, or a tensor of its shape."""
     return zip((each.name for each in on_disk(spec)), views_on_disk(spec.name, tensor), strict=True)
@@ -127,7 +141,7 @@ TRIAL_WINDOW = 3  # tokens: width of sliding windows in the trial, less than its
 class CausalLM:
     """Trunk and head of one model; parameters by HF name in the model's own order, a tied head not listed twice.
 
-    A layer's experts are one parameter; hf_names has their names on disk.
+    A layer's experts are one parameter; on_disk has their names on disk.
     """
 
     module: nn.Module
@@ -199,7 +213,7 @@ def load_causal_lm(
         )
     if hasattr(module.config, "output_router_logits"):
         module.config.output_router_logits = False  # otherwise the trunk keeps those of every layer
-    model = _without_logits(module)
+    model = _without_logits(module, path)
     cast_parameters(model, dtype)  # also those that transformers keeps in float32
     _refuse_unknown_experts(model, path)
     _drop_nothing(module)
@@ -247,13 +261,25 @@ def _refuse_made_up(loaded: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _without_logits(module: Any) -> CausalLM:
+def _without_logits(module: Any, path: Path) -> CausalLM:
+    stored = names_in_files(path)
+    softcap = getattr(module.config, "final_logit_softcapping", None)
     return CausalLM(
         module=module,
-        parameters=dict(module.named_parameters()),
+        parameters={name_of(name, stored): parameter for name, parameter in module.named_parameters()},
         head_weight=module.get_output_embeddings().weight,
         trunk=module.base_model,
+        head=head_logprobs if softcap is None else partial(head_logprobs, softcap=softcap),
     )
+
+
+def names_in_files(path: Path) -> frozenset[str]:
+    """The tensors of a checkpoint; none where its files are not safetensors."""
+    names: set[str] = set()
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names |= set(tensors.keys())
+    return frozenset(names)
 
 
 def _drop_nothing(module: nn.Module) -> None:
@@ -268,12 +294,10 @@ def _drop_nothing(module: nn.Module) -> None:
 
 def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
     """Raise ConfigError for experts with other names on disk: weights are exported under names that all know."""
-    expected = {renamed.name for spec in model.tensor_specs() for renamed in on_disk(spec) if renamed.name != spec.name}
-    files = sorted(path.glob("*.safetensors")) if expected else []
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            expected -= set(tensors.keys())
-    if files and expected:
+    specs = [spec for spec in model.tensor_specs() if ".experts." in spec.name]
+    stored = names_in_files(path) if specs else frozenset()
+    expected = {renamed.name for spec in specs for renamed in on_disk(spec)} - stored
+    if stored and expected:
         raise ConfigError(
             f"model.path={path}: the experts of {type(model.module).__name__} have other names on disk than "
             f"{min(expected)}; not supported"
@@ -284,8 +308,8 @@ def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
 def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
     """Raise ConfigError unless packed log-probabilities equal those of HF's own attention and logits, per segment.
 
-    Catches layers that do not use the attention interface, attention with a soft cap, sinks or a bias, windows that are
-    not passed on, heads with a bias, a scale or a soft cap, and noise of layers in training mode.
+    Catches layers that do not use the attention interface, attention with a bias, windows, soft caps or sinks that are
+    not passed on, heads with a bias or a scale, and noise of layers in training mode.
     """
     device, vocabulary = model.head_weight.device, model.head_weight.shape[0]
     module: Any = model.module
@@ -307,13 +331,13 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
                 f"model.path={path}: the layers of {type(module).__name__} do not hand the borders of packed samples "
                 f"on to their attention: {error}"
             ) from error
-    found, _ = chunked_logprobs(hidden, model.head_weight.float(), row, temperature=1.0, chunk_tokens=len(row))
+    found, *_ = model.head(hidden, model.head_weight.float(), row, temperature=1.0, chunk_tokens=len(row))
     difference = (found - torch.cat(expected).gather(1, row[:, None])[:, 0]).abs().max().item()
     if not difference <= TRIAL_TOLERANCE:
         raise ConfigError(
             f"model.path={path}: {type(model.module).__name__} gives packed log-probabilities that differ by "
             f"{difference:.2g} from its own logits; it ignores the attention interface, changes attention scores "
-            "(a soft cap, sinks, a bias), transforms its logits, or draws random numbers in training"
+            "(a bias), transforms its logits (other than by a soft cap), or draws random numbers in training"
         )
 
 

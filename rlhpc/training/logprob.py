@@ -9,6 +9,7 @@ Memory beyond inputs and results, in float32 numbers, and a few for every token 
     backward, float32   C·V + V·H          (V·H is the gradient itself)
     backward, bfloat16  ¼·C·V + 1½·V·H     (the gradient in both dtypes)
     with the gradient of entropy, backward has ⅛ more of its C·V
+With capped logits, backward has another C·V (⅛ of it in bfloat16).
 Soft targets, k tokens of a row with weights, add a product of k numbers a token, and in bfloat16 ⅛·C·V to backward.
 On CUDA logits are read by kernels of our own, logit_kernels.py, where Triton works: C·V suffices for everything.
 On CPU a bfloat16 model adds V·H to both: a float32 copy of the head, since only CUDA multiplies into a wider type.
@@ -297,6 +298,7 @@ def head_logprobs(
     has_entropy_gradient: bool = False,
     shard: VocabularyShard | None = None,
     soft: SoftTargets | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Natural log of softmax(hidden · head_weightᵀ / temperature) at `targets`, and the entropy if wanted.
 
@@ -304,6 +306,7 @@ def head_logprobs(
     Returns float32 [N], float32 [N] or None, and with soft targets Σ_k weight · log-probability, float32 [N], which is
     differentiable.  The softmax is float32 whatever the dtype; the head's gradient is summed over chunks in float32.
     has_entropy_gradient: entropy is differentiable, too.  N = 0 is allowed.  A target outside [0, V) gives nan.
+    softcap: logits z are softcap · tanh(z / softcap) before they are divided by the temperature (Gemma 2).
 
     With `shard`, all ranks of its group call with the same hidden and targets (tokens of the whole vocabulary), each
     with its own rows of the head.  Results are the same bits on all ranks; forward reduces 5·N numbers (4·N without
@@ -311,7 +314,16 @@ def head_logprobs(
     tokens: hidden must come out of a function whose backward adds it up over the group.
     """
     logprobs, entropy, of_soft = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, targets, temperature, chunk_tokens, want_entropy, has_entropy_gradient, shard, soft
+        hidden,
+        head_weight,
+        targets,
+        temperature,
+        chunk_tokens,
+        want_entropy,
+        has_entropy_gradient,
+        shard,
+        soft,
+        softcap,
     )
     return logprobs, entropy if want_entropy else None, None if soft is None else of_soft
 
@@ -336,6 +348,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         has_entropy_gradient: bool,
         shard: VocabularyShard | None,
         soft: SoftTargets | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head, first = _own_rows(head_weight, shard)
         maximum = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -351,6 +364,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 maximum[rows],
                 sums[:, rows],
                 None if soft is None else partial(soft.logits_of, rows=rows, first=first, temperature=temperature),
+                softcap,
             )
             if found is not None:
                 of_soft[rows] = found
@@ -366,6 +380,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             of_soft -= soft.weights.sum(1) * log_partition
         ctx.save_for_backward(hidden, head_weight, targets, log_partition, entropy if has_entropy_gradient else None)
         ctx.temperature, ctx.chunk_tokens, ctx.shard, ctx.soft = temperature, chunk_tokens, shard, soft
+        ctx.softcap = softcap
         constant = [] if has_entropy_gradient else [entropy]
         ctx.mark_non_differentiable(*constant, *([of_soft] if soft is None else []))
         return logprobs, entropy, of_soft
@@ -400,6 +415,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                         soft.add_to_gradient, rows=rows, first=first + tokens.start,
                         factors=soft_factors[rows], sums=soft_sums[rows],
                     ),
+                    ctx.softcap,
                 )  # fmt: skip
                 _add_product(partial_sum, logit_gradient, head[tokens])
                 if head_gradient is not None:
@@ -407,7 +423,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 del logit_gradient  # before the next block's is made
             hidden_gradient[rows] = partial_sum
         of_head = None if head_gradient is None else head_gradient.to(head_weight.dtype)
-        return hidden_gradient, of_head, *[None] * 7
+        return hidden_gradient, of_head, *[None] * 8
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
@@ -449,6 +465,7 @@ def _row_statistics(
     maximum: Tensor,
     sums: Tensor,
     of_soft: Callable[[Tensor], Tensor] | None = None,
+    softcap: float | None = None,
 ) -> Tensor | None:
     """Write the maximum m [C] and the sums [3 or 4, C] of a chunk; return what of_soft makes of its logits.
 
@@ -458,7 +475,7 @@ def _row_statistics(
     if not len(head):
         maximum.fill_(LOWEST)
         return None
-    logits = _product(hidden, head.t())
+    logits = _capped(_product(hidden, head.t()), softcap)
     found = None if of_soft is None else of_soft(logits)
     if (kernels := kernels_for("logit_kernels", logits)) is not None:
         want_entropy = len(sums) > WEIGHTED
@@ -477,6 +494,11 @@ def _row_statistics(
     for block in _slices(len(shifted), -(-len(shifted) // NUM_BLOCKS)):
         sums[EXP, block], sums[WEIGHTED, block] = _exponential_sums(shifted[block])
     return found
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Write softcap · tanh(logits / softcap) over logits."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _exponential_sums(shifted: Tensor) -> tuple[Tensor, Tensor]:
@@ -515,15 +537,18 @@ def _logit_gradient(
     row_factors: Tensor,
     entropy: tuple[Tensor, Tensor] | None = None,
     add_soft: Callable[..., Tensor] | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Gradient of the logits over the rows of `head`, [C, V] in the dtype of the operands.
 
     (onehot − softmax) · row_factors.  entropy: (entropies, factors), [C] each; adds factor · gradient of the entropy.
-    add_soft: SoftTargets.add_to_gradient, before anything is rounded.
+    add_soft: SoftTargets.add_to_gradient, before anything is rounded; softcap: the product's gradient is this one's
+    times 1 − tanh², for which there is another [C, V].
     """
-    logits = _product(hidden, head.t())
+    logits = _capped(_product(hidden, head.t()), softcap)
+    slope = None if softcap is None else logits.div(softcap).square_().neg_().add_(1)
     if len(head) and (kernels := kernels_for("logit_kernels", logits)) is not None:
-        dtype = hidden.dtype if add_soft is None else torch.float32
+        dtype = hidden.dtype if add_soft is None and slope is None else torch.float32
         gradient: Tensor = kernels.logit_gradient(
             logits, targets, temperature, log_partition, row_factors, dtype, entropy
         )
@@ -539,7 +564,7 @@ def _logit_gradient(
             gradient = logits.scatter_add_(1, places, is_here * row_factors[:, None])
     if add_soft is not None and len(head):
         add_soft(gradient, targets=targets)
-    return gradient.to(hidden.dtype)
+    return (gradient if slope is None else gradient.mul_(slope)).to(hidden.dtype)
 
 
 def _subtract_both(log_probabilities: Tensor, row_factors: Tensor, entropy: Tensor, entropy_factors: Tensor) -> None:

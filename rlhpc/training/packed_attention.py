@@ -1,6 +1,8 @@
 """Causal attention inside each segment of a packed row.
 
 Layers with a sliding window of W tokens attend to the token itself and the W − 1 before it (arXiv:2310.06825, §2).
+Scores z may be capped, cap · tanh(z / cap) (Gemma 2, arXiv:2408.00118, §2), or compete with a learned score of each
+head to which no value belongs, its sink (gpt-oss, arXiv:2508.10925, §2.4).
 
 Input: the borders of a row's segments.  Output: a SegmentPlan, and each layer's attention with it.
 Guarantees: no token attends across a border, and no [T, T] mask is ever made.
@@ -8,7 +10,8 @@ Guarantees: no token attends across a border, and no [T, T] mask is ever made.
 On CUDA in half precision one variable-length flash kernel serves the whole row.  Elsewhere segments of similar length
 are padded on the right into a dense [B, heads, L, head size] batch: causal attention never looks to the right, so that
 padding cannot change a result, and one call serves many segments.  There a window is computed block by block, W queries
-and the 2 W − 1 keys that they see.
+and the 2 W − 1 keys that they see.  Capped scores and sinks, for which torch has no kernel, are computed there on any
+device, in float32 and block by block, and once more for backward.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.logprob import on_device
 
 MIN_FILL = 0.8  # a bucket's shortest segment over its longest: padding costs at most a quarter more tokens
 SHORT_TOKENS = 16  # segments up to this length share a bucket regardless of padding
+SCORES_AT_ONCE = 1 << 26  # of capped ones or with sinks, 256 MiB
 _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # it changes between versions of torch
 HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
 Derived = TypeVar("Derived")
@@ -135,35 +140,88 @@ def packed_attention(
     segments: SegmentPlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function HF layers call: query [1, heads, T, D], key and value [1, key heads, T, D] → [1, T, heads, D].
+    """The function HF layers call: query [1, heads, T, D], key [1, key heads, T, D], value [1, key heads, T, E] →
+    [1, T, heads, E].
 
     `segments` has no default, so that a call that lost it fails instead of attending across samples.
     `module` is ignored.  So is dropout: log-probabilities must be those of the sampled policy.
+    softcap: of the scores; s_aux: sinks [heads].
     """
     window = sliding_window if sliding_window is not None and sliding_window < segments.max_tokens else None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, segments, scaling, window)[None], None
+    scores = Scores(scaling, window, softcap, s_aux)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.is_plain:
+        return _varlen(query, key, value, segments, scores)[None], None
     if segments.is_one_segment:
-        return _causal(query, key, value, scaling, window).transpose(1, 2), None
-    return _padded(query, key, value, segments, scaling, window)[None], None
+        return _causal(query, key, value, scores).transpose(1, 2), None
+    return _padded(query, key, value, segments, scores)[None], None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """[B, heads, L, D] of dense batches."""
-    length = query.shape[2]
-    if window is None or window >= length:
-        return grouped_attention(query, key, value, scale=scaling, is_causal=True)
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer makes its scores."""
+
+    scaling: float | None  # of the products; None: 1 / √D
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [heads]
+
+    @property
+    def is_plain(self) -> bool:
+        """True where torch's kernels compute them."""
+        return self.softcap is None and self.sinks is None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """[B, heads, L, E] of dense batches."""
+    length, window = query.shape[2], scores.window
+    is_windowed = window is not None and window < length
+    if scores.is_plain and not is_windowed:
+        return grouped_attention(query, key, value, scale=scores.scaling, is_causal=True)
+    step = window if window is not None and is_windowed else length
+    if not scores.is_plain:
+        step = min(step, max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * min(length, 2 * step))))
     blocks = []
-    for start in range(0, length, window):
-        end, first = min(start + window, length), max(0, start - window + 1)
+    for start in range(0, length, step):
+        end, first = min(start + step, length), max(0, start - window + 1) if window is not None else 0
         behind = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
         keys = slice(first, end)
-        mask = (behind >= 0) & (behind < window)
+        mask = behind >= 0 if window is None else (behind >= 0) & (behind < window)
         seen = (query[:, :, start:end], key[:, :, keys], value[:, :, keys])
-        blocks.append(grouped_attention(*seen, scale=scaling, attn_mask=mask))
+        if scores.is_plain:
+            blocks.append(grouped_attention(*seen, scale=scores.scaling, attn_mask=mask))
+        else:
+            blocks.append(_recomputed(*seen, mask, scores))
     return torch.cat(blocks, dim=2)
+
+
+def _recomputed(*inputs: Any) -> Tensor:
+    """scored_attention, nothing of which is kept for backward."""
+    output: Tensor = checkpoint(scored_attention, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return output
+
+
+def scored_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """Attention whose scores are capped or have a sink, in float32; scores.window is the mask's matter.
+
+    query [B, heads, L, D], key [B, key heads, M, D], value [B, key heads, M, E], mask bool [L, M] → [B, heads, L, E].
+    """
+    batch, heads, length, size = query.shape
+    key_heads = key.shape[1]
+    scaling = size**-0.5 if scores.scaling is None else scores.scaling
+    queries = query.float().reshape(batch, key_heads, -1, size)  # those of a key head side by side: nothing is repeated
+    found = (queries @ key.float().transpose(2, 3) * scaling).view(batch, heads, length, -1)
+    if scores.softcap is not None:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
+    found = found.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float()[:, None, None].expand(batch, heads, length, 1)
+        found = torch.cat([found, sinks], dim=-1)
+    weights = found.softmax(-1)[..., : key.shape[2]].view(batch, key_heads, -1, key.shape[2])
+    return (weights @ value.float()).view(batch, heads, length, -1).to(query.dtype)
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -186,16 +244,14 @@ def group_by_group(query: Tensor, key: Tensor, value: Tensor, **options: Any) ->
     return output.reshape(query.shape)
 
 
-def _padded(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None, window: int | None
-) -> Tensor:
-    """[T, heads, D] by one dense call per bucket."""
+def _padded(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scores: Scores) -> Tensor:
+    """[T, heads, E] by one dense call per bucket."""
     sizes = [count * length for count, length in segments.buckets]
     padded = [pad(_by_token(tensor), segments).split_with_sizes(sizes) for tensor in (query, key, value)]
     outputs = []
     for (count, length), *dense in zip(segments.buckets, *padded, strict=True):
         q, k, v = (tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in dense)
-        outputs.append(_causal(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1))
+        outputs.append(_causal(q, k, v, scores).transpose(1, 2).flatten(0, 1))
     return unpad(torch.cat(outputs), segments)
 
 
@@ -239,13 +295,12 @@ class _Unpad(torch.autograd.Function):
         return padded.index_copy_(0, ctx.segments.scatter, gradient), None
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None, window: int | None
-) -> Tensor:
-    """[T, heads, D] by the flash kernel."""
-    borders, longest = segments.cu_seqlens, segments.max_tokens
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scores: Scores) -> Tensor:
+    """[T, heads, E] by the flash kernel, which wants values as long as keys (DeepSeek's are shorter)."""
+    borders, longest, size = segments.cu_seqlens, segments.max_tokens, value.shape[-1]
+    value = functional.pad(value, (0, query.shape[-1] - size))
     rows = (_by_token(query), _by_token(key), _by_token(value))
-    return varlen_causal(*rows, (borders, borders), (longest, longest), scaling, window)
+    return varlen_causal(*rows, (borders, borders), (longest, longest), scores.scaling, scores.window)[..., :size]
 
 
 def varlen_causal(

@@ -6,9 +6,9 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma2Config,
     Gemma3TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
@@ -25,8 +25,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from rlhpc.models.shape import ModelShape
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
-from rlhpc.training.hf_model import cast_parameters, load_causal_lm, on_disk, views_on_disk
-from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training import hf_model
+from rlhpc.training.hf_model import PACKED_ATTENTION, cast_parameters, load_causal_lm, name_of, on_disk, views_on_disk
+from rlhpc.training.logprob import head_logprobs
+from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 from tests.tiny_models import FAMILIES, NUM_EXPERTS, make_tiny_checkpoint
 from tests.unit.launch.public_models import ODD_CONFIGS
 from tests.unit.training.packed_rows import gradients_of_packed, gradients_of_plain, logprobs_of_packed
@@ -179,10 +181,31 @@ def test_long_frequencies_turn_every_row_if_the_engine_may_sample_a_long_one(max
     torch.testing.assert_close(logprobs_of_packed(model, [segment]), long if are_long else short, atol=1e-4, rtol=0)
 
 
-def test_attention_that_changes_its_scores_is_refused(tmp_path):
-    config = Gemma2Config(**SMALL, attn_logit_softcapping=0.5, final_logit_softcapping=None, query_pre_attn_scalar=1)
-    with pytest.raises(ConfigError, match=r"Gemma2.*changes attention scores \(a soft cap"):
-        load_causal_lm(save_other(tmp_path, config), device=CPU)
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("gemma2", {"softcap": None}),
+        ("gemma2", {"scaling": 1.0}),
+        ("gemma2", {"sliding_window": None}),
+        ("gpt_oss", {"s_aux": None}),
+    ],
+)
+def test_attention_whose_scores_are_others_than_its_layers_ask_for_is_refused(family, change, tmp_path, monkeypatch):
+    make_tiny_checkpoint(tmp_path, family, hidden=32)
+
+    def deaf(*args, **options):
+        return packed_attention(*args, **options | change)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, PACKED_ATTENTION, deaf)
+    with pytest.raises(ConfigError, match=r"packed log-probabilities that differ.*changes attention scores"):
+        load_causal_lm(tmp_path, device=CPU)
+
+
+def test_logits_that_are_capped_elsewhere_than_in_the_configuration_are_refused(tmp_path, monkeypatch):
+    make_tiny_checkpoint(tmp_path, "gemma2", hidden=32)
+    monkeypatch.setattr(hf_model, "head_logprobs", lambda *args, softcap, **options: head_logprobs(*args, **options))
+    with pytest.raises(ConfigError, match=r"Gemma2.*transforms its logits"):
+        load_causal_lm(tmp_path, device=CPU)
 
 
 def test_layers_that_lose_the_borders_of_samples_are_refused(tmp_path):
@@ -306,7 +329,7 @@ def spec_of(name, parameter):
     return TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_names_and_bits_are_those_that_transformers_writes(family, dtype, tmp_path):
     make_tiny_checkpoint(tmp_path, family=family, hidden=32, dtype=dtype)
@@ -315,6 +338,7 @@ def test_names_and_bits_are_those_that_transformers_writes(family, dtype, tmp_pa
     written = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
     found = {}
     for name, parameter in module.named_parameters():
+        name = name_of(name, written)
         for spec, view in zip(on_disk(spec_of(name, parameter)), views_on_disk(name, parameter), strict=True):
             assert (spec.shape, spec.dtype) == (tuple(view.shape), str(view.dtype).removeprefix("torch."))
             found[spec.name] = view

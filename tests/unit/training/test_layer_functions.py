@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from rlhpc.models.shape import ParallelLayout
 from rlhpc.protocol.contracts import TokenRow
+from rlhpc.training import packed_attention as packed_attention_module
 from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, rotation_of, weighted_gated_silu
 from rlhpc.training.logprob import all_but_first, on_device, token_row
 from rlhpc.training.megatron.attention import LocalRow, RowPlan, row_order
@@ -240,6 +241,53 @@ def test_a_window_hides_what_lies_further_back_and_nothing_else(lengths, window)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     for gradient, want in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, want, atol=5e-6, rtol=0)
+
+
+SCORED = st.fixed_dictionaries({"softcap": st.sampled_from([None, 0.5, 3.0]), "has_sinks": st.booleans(),
+                                "window": st.none() | st.integers(1, 40), "at_once": st.integers(1, 3000)})  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=5), SCORED)
+def test_capped_scores_and_sinks_are_those_of_the_formula_however_many_are_computed_at_once(lengths, case):
+    """In float64, one by one: softmax over the capped scores and the sink, whose weight goes to no value."""
+    q, k, v = draw(sum(lengths))
+    sinks = torch.linspace(-1, 2, HEADS).requires_grad_() if case["has_sinks"] else None
+    leaves = [q, k, v, *([sinks] if sinks is not None else [])]
+    expected = torch.cat([by_formula(piece, sinks, case) for piece in
+                          zip(*(t.double().split(lengths, dim=2) for t in (q, k, v)), strict=True)], 1)  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention_module, "SCORES_AT_ONCE", case["at_once"])
+        found, _ = packed_attention(
+            Module(), q, k, v, None, segments=plan(lengths), softcap=case["softcap"], s_aux=sinks,
+            sliding_window=case["window"],
+        )  # fmt: skip
+        factors = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad((found * factors).sum(), leaves)
+    wanted = torch.autograd.grad((expected * factors).sum(), leaves)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, want, atol=1e-5, rtol=0)
+
+
+def by_formula(piece, sinks, case):
+    query, key, value = piece
+    behind = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+    key, value = (each.repeat_interleave(HEADS // KEY_HEADS, dim=1) for each in (key, value))
+    scores = query @ key.mT * SIZE**-0.5
+    if case["softcap"]:
+        scores = case["softcap"] * (scores / case["softcap"]).tanh()
+    scores = scores.masked_fill((behind < 0) | (behind >= (case["window"] or 1000)), -torch.inf).exp()
+    total = scores.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None, None])
+    return (scores / total @ value).transpose(1, 2)
+
+
+def test_nothing_of_scores_that_are_computed_block_by_block_is_kept_for_backward():
+    q, k, v = draw(512)
+    with LiveBytes(q, k, v) as forward:
+        found, _ = packed_attention(Module(), q, k, v, None, segments=plan([512]), softcap=1.0, sliding_window=64)
+    assert forward.live < 8 * found.numel() * found.element_size()  # all scores would be 128 times as large
+    found.sum().backward()
 
 
 def test_a_call_without_borders_fails_instead_of_attending_across_samples():

@@ -99,15 +99,18 @@ def draw_soft(vocabulary: int, k: int, tokens: int = TOKENS) -> SoftTargets:
 
 @pytest.mark.parametrize(("vocabulary", "k"), [(1, 1), (101, 1), (101, 16), (1001, 5), (17, 17)])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1024])
-@pytest.mark.parametrize(("has_entropy_gradient", "temperature"), [(False, 1.0), (True, 0.6)])
-def test_soft_targets_and_their_gradient_are_those_of_full_logits_in_float64(
-    vocabulary, k, chunk_tokens, has_entropy_gradient, temperature
+@pytest.mark.parametrize(
+    ("has_entropy_gradient", "temperature", "softcap"), [(False, 1.0, None), (True, 0.6, None), (True, 0.6, 0.8)]
+)
+def test_soft_targets_caps_and_their_gradients_are_those_of_full_logits_in_float64(
+    vocabulary, k, chunk_tokens, has_entropy_gradient, temperature, softcap
 ):
     hidden, head, targets = draw(vocabulary)
     hidden, head, soft = hidden.detach() / 4, head.detach() / 4, draw_soft(vocabulary, k)
     factors = [torch.linspace(*ends, TOKENS) for ends in ((-1, 1), (1, -0.5), (0.3, 0.9))]
     wide = [tensor.double().requires_grad_() for tensor in (hidden, head)]
-    log_softmax = ((wide[0] @ wide[1].t()) / temperature).log_softmax(-1)
+    logits = wide[0] @ wide[1].t()
+    log_softmax = ((softcap * (logits / softcap).tanh() if softcap else logits) / temperature).log_softmax(-1)
     wanted = [
         log_softmax.gather(1, targets[:, None])[:, 0],
         -(log_softmax.exp() * log_softmax).sum(1),
@@ -118,7 +121,7 @@ def test_soft_targets_and_their_gradient_are_those_of_full_logits_in_float64(
     leaves = [tensor.requires_grad_() for tensor in (hidden, head)]
     found = head_logprobs(
         *leaves, targets, temperature=temperature, chunk_tokens=chunk_tokens, want_entropy=True,
-        has_entropy_gradient=has_entropy_gradient, soft=soft,
+        has_entropy_gradient=has_entropy_gradient, soft=soft, softcap=softcap,
     )  # fmt: skip
     for value, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(value.double(), want, atol=1e-6, rtol=1e-6)
@@ -275,6 +278,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     ruled_out: tuple[int, ...] = ()  # tokens whose logit is −inf
     broken: int | None = None  # token whose row of the head is nan
+    softcap: float | None = None
 
     def draw(self) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states, the unpadded head, and targets that begin with the tokens at borders of shards."""
@@ -318,6 +322,7 @@ CASES = {
     "a shard ruled out": Case(60, ruled_out=tuple(range(35))),
     "bfloat16": Case(203, temperature=1.3, dtype=torch.bfloat16),
     "a broken row": Case(60, broken=59),
+    "capped": Case(117, temperature=0.6, softcap=0.7),
 }
 
 
@@ -327,7 +332,7 @@ def measure(case: Case, head: Tensor, shard: VocabularyShard | None) -> list[Ten
     head.requires_grad_()
     logprobs, entropy, soft = head_logprobs(
         hidden, head, targets, temperature=case.temperature, chunk_tokens=CHUNK, want_entropy=True,
-        has_entropy_gradient=True, shard=shard, soft=case.soft(),
+        has_entropy_gradient=True, shard=shard, soft=case.soft(), softcap=case.softcap,
     )  # fmt: skip
     assert entropy is not None
     assert soft is not None
