@@ -30,9 +30,9 @@ from bench.figures import tell
 from bench.trainer import MODELS, make_model
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import WeightsConfig
-from rlhpc.generation.vllm_core import CoreProcesses
+from rlhpc.generation.running_core import CoreRequest
+from rlhpc.generation.vllm_core import CoreProcesses, params_of
 from rlhpc.generation.vllm_engine import VllmEngine
-from rlhpc.generation.vllm_requests import vllm_sampling_params
 from rlhpc.models.adapter import adapter_specs, base_digest, chosen_layers, matrices_of
 from rlhpc.protocol.contracts import WeightTiming
 from rlhpc.protocol.types import AdapterForm, Prompt, RolloutRequest, SamplingParams, TensorSpec, WeightGroup
@@ -82,12 +82,12 @@ async def ours(engine: VllmEngine, requests: list[RolloutRequest]) -> int:
 
 async def direct(engine: VllmEngine, requests: list[RolloutRequest]) -> int:
     async def one(request: RolloutRequest) -> int:
-        prompt = {"prompt_token_ids": request.prompt.token_ids.tolist(), "cache_salt": "direct"}
-        parameters = vllm_sampling_params(request, set())
-        name, core = f"direct-{request.group_id}", engine._llm
+        tokens, name, core = request.prompt.token_ids.tolist(), f"direct-{request.group_id}", engine._core
+        asked = CoreRequest(name, tokens, "direct", request.sampling.max_tokens, request.sampling.temperature)
         if not isinstance(core, CoreProcesses):
-            return len((await core.sample(prompt, parameters, name)).completion.token_ids)
-        async for output in core._llm.generate(prompt, parameters, name):
+            return len((await core.sample(asked)).completion.token_ids)
+        prompt = {"prompt_token_ids": tokens, "cache_salt": "direct"}
+        async for output in core._llm.generate(prompt, params_of(asked), name):
             return len(output.outputs[0].token_ids)
         return 0
 
@@ -139,7 +139,7 @@ async def measure(model: Path, options: argparse.Namespace, scratch: Path) -> No
     config = config_of(model, options)
     began = time.monotonic()
     engine = await VllmEngine.start(config, seed=0)
-    vocabulary = int(engine._llm.vllm_config.model_config.get_vocab_size())
+    vocabulary = engine._core.limits.vocabulary
     print(f"engine up in {time.monotonic() - began:.0f} s, window {engine.capacity_samples} samples", flush=True)
     serial = iter(range(1 << 30))
     ways: dict[str, Callable[[VllmEngine, list[RolloutRequest]], Any]] = {"direct": direct, "ours": ours}

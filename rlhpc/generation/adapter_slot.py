@@ -15,11 +15,9 @@ written to.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,33 +29,21 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from rlhpc.generation.adapter_tensors import POLICY, Pair, fitting_pairs, pairs_of
 from rlhpc.generation.vllm_start import FOUR_BITS
-from rlhpc.models.adapter import PEFT_PREFIX, PEFT_WEIGHTS, is_quantised
-from rlhpc.models.weights import NotSafetensors, read_header
+from rlhpc.models.adapter import is_quantised
 from rlhpc.protocol.errors import GroupFailed
 from rlhpc.protocol.types import WeightManifest
 from rlhpc.weights.four_bits import in_four_bits, unpacked
 
-POLICY = 1  # vLLM's number of the adapter that a version is; an evaluation has others beside it
 NUM_MATRICES, DOWN = 3, 1  # of an expert, in vLLM's order: gate, down, up
 WARM_UP_RANK = 1  # of the zeros that it is registered with; vLLM keeps them in host memory
-TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 
 
 def adapter_request(number: int = POLICY) -> Any:
     """vLLM's LoRARequest for one of the adapters."""
     # No file: every worker has it under this number before the first request (AdapterSlot).
     return LoRARequest(lora_name=f"adapter-{number}", lora_int_id=number, lora_path="memory:")
-
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of PEFT's files
-
-
-class _Pair(NamedTuple):
-    """A and B of one module, [rank, in] and [out, rank]; None: not received yet."""
-
-    a: Any
-    b: Any
 
 
 class _SlotPart(NamedTuple):
@@ -106,20 +92,10 @@ class AdapterSlot:
 
     def refuse_unfit(self, manifest: WeightManifest) -> None:
         """Raise GroupFailed, naming the module, unless a version of this manifest can be loaded; changes nothing."""
-        form, name = manifest.adapter, f"version {manifest.policy_version}"
-        if form is None:
-            raise GroupFailed(f"{name} is of whole weights, and this engine holds adapters")
-        if self._base and form.base and form.base != self._base:
-            raise GroupFailed(f"{name} is for the base {form.base}, and this engine holds {self._base}")
-        if form.rank != self._rank:
-            raise GroupFailed(f"{name} is of rank {form.rank}, and this engine holds adapters of rank {self._rank}")
-        pairs = _pairs((spec.name, torch.empty(spec.shape, device="meta")) for spec in manifest.tensors)
-        for module in sorted(pairs.keys() ^ self._modules):
-            lacks = "has no adapter of" if module in self._modules else "has an adapter of a module that is none here:"
-            raise GroupFailed(f"{name} {lacks} {module}")
-        for module, pair in pairs.items():
-            if pair.a is None or pair.b is None:
-                raise GroupFailed(f"{name} has {'no A' if pair.a is None else 'no B'} of {module}")
+        name, pairs = (
+            f"version {manifest.policy_version}",
+            fitting_pairs(manifest, self._rank, self._base, self._modules),
+        )
         for layer, parts in self._by_layer(pairs).items():
             self._refuse_shapes(name, layer, parts)
 
@@ -130,7 +106,7 @@ class AdapterSlot:
         may still be under way on the current stream.
         """
         self.refuse_unfit(manifest)
-        pairs, form = _pairs(weights), manifest.adapter
+        pairs, form = pairs_of(weights), manifest.adapter
         assert form is not None
         with torch.no_grad():
             for layer, parts in self._by_layer(pairs).items():
@@ -143,7 +119,7 @@ class AdapterSlot:
                 yield pair.a[self._indices[POLICY]]
                 yield pair.b[self._indices[POLICY]]
 
-    def _write(self, layer: Any, index: int, parts: Sequence[_Pair | None], scale: float) -> None:
+    def _write(self, layer: Any, index: int, parts: Sequence[Pair | None], scale: float) -> None:
         """Zero the layer's part of the slot, then fill it with this rank's shares, as vLLM would."""
         to = _buffers(layer)[0].a.device
         a = [None if pair is None else pair.a.to(to, non_blocking=True) for pair in parts]
@@ -156,15 +132,15 @@ class AdapterSlot:
         else:
             layer.set_lora(index, a, b)
 
-    def _by_layer(self, pairs: Mapping[str, _Pair]) -> dict[str, list[_Pair | None]]:
+    def _by_layer(self, pairs: Mapping[str, Pair]) -> dict[str, list[Pair | None]]:
         """Adapters of the modules that each layer joins, None for modules without."""
-        found: dict[str, list[_Pair | None]] = {}
+        found: dict[str, list[Pair | None]] = {}
         for module, pair in pairs.items():
             place = self._places[module]
             found.setdefault(place.layer, [None] * place.num_parts)[place.part] = pair
         return found
 
-    def _refuse_shapes(self, version: str, name: str, parts: Sequence[_Pair | None]) -> None:
+    def _refuse_shapes(self, version: str, name: str, parts: Sequence[Pair | None]) -> None:
         layer, names = self._layers[name], {place: module for module, place in self._places.items()}
         buffers = cycle(_buffers(layer))  # of one expert as of the other
         for part, (given, own, room) in enumerate(zip(parts, _shares(layer, parts), buffers, strict=False)):
@@ -176,19 +152,6 @@ class AdapterSlot:
                     f"{version}: A and B of {names[_SlotPart(name, part, len(parts))]} are {list(given.a.shape)} and "
                     f"{list(given.b.shape)}; this worker has room for its share, {wanted[0]} and {wanted[1]}"
                 )
-
-
-def read_peft(directory: Path) -> list[tuple[str, Tensor]]:
-    """A and B of a PEFT adapter directory by the names of a version.  Raises NotSafetensors, OSError."""
-    file = directory / PEFT_WEIGHTS
-    content = bytearray(file.read_bytes())
-    found = list[tuple[str, Tensor]]()
-    for name, stored in read_header(file).items():
-        if stored.end > len(content) or stored.dtype not in _DTYPES:
-            raise NotSafetensors(f"{name}: {stored.dtype} in bytes {stored.begin} to {stored.end} of {len(content)}")
-        numbers = torch.frombuffer(memoryview(content)[stored.begin : stored.end], dtype=_DTYPES[stored.dtype])
-        found.append((name.removeprefix(PEFT_PREFIX), numbers.view(stored.shape)))
-    return found
 
 
 class PlainProducts:
@@ -265,19 +228,7 @@ def _places(manager: Any) -> Iterator[tuple[str, _SlotPart]]:
             yield module, _SlotPart(layer, part, len(modules))
 
 
-def _pairs(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, _Pair]:
-    """A and B by module, in order of first appearance.  Raises GroupFailed for a tensor that is neither."""
-    found: dict[str, _Pair] = {}
-    for name, tensor in tensors:
-        match = TENSOR.fullmatch(name)
-        if match is None:
-            raise GroupFailed(f"{name} is no A or B of an adapter")
-        pair = found.get(match["module"], _Pair(None, None))
-        found[match["module"]] = pair._replace(**{match["matrix"].lower(): tensor})
-    return found
-
-
-def _shares(layer: Any, parts: Sequence[_Pair | None]) -> list[_Pair | None]:
+def _shares(layer: Any, parts: Sequence[Pair | None]) -> list[Pair | None]:
     """This rank's share of the adapters of a layer's modules, as vLLM slices them."""
     if getattr(layer, "tp_size", 1) == 1:
         return list(parts)
@@ -286,15 +237,15 @@ def _shares(layer: Any, parts: Sequence[_Pair | None]) -> list[_Pair | None]:
     a, b = [pair and pair.a for pair in parts], [pair and pair.b for pair in parts]
     if len(parts) == 1:
         own = layer.slice_lora_a(a[0]), layer.slice_lora_b(b[0])
-        return list(parts) if own[0] is None else [_Pair(*own)]  # the head: every rank has all of it
+        return list(parts) if own[0] is None else [Pair(*own)]  # the head: every rank has all of it
     pairs = zip(layer.slice_lora_a(a), layer.slice_lora_b(b), strict=True)
-    return [None if a is None else _Pair(a, b) for a, b in pairs]
+    return [None if a is None else Pair(a, b) for a, b in pairs]
 
 
-def _share_of_expert(experts: FusedMoEWithLoRA, pair: _Pair, place: int) -> _Pair:
+def _share_of_expert(experts: FusedMoEWithLoRA, pair: Pair, place: int) -> Pair:
     if place == DOWN:
-        return _Pair(experts._slice_w2_a(pair.a[None])[0], experts._slice_w2_b(pair.b[None])[0])
-    return _Pair(experts._slice_w13_a(pair.a[None])[0], experts._slice_w13_b(pair.b[None])[0])
+        return Pair(experts._slice_w2_a(pair.a[None])[0], experts._slice_w2_b(pair.b[None])[0])
+    return Pair(experts._slice_w13_a(pair.a[None])[0], experts._slice_w13_b(pair.b[None])[0])
 
 
 def _of_all_experts(tensors: list[Any]) -> list[Any]:
@@ -305,18 +256,18 @@ def _of_all_experts(tensors: list[Any]) -> list[Any]:
     return [nothing if each[0] is None else torch.stack(each) for each in by_matrix]
 
 
-def _buffers(layer: Any) -> list[_Pair]:
+def _buffers(layer: Any) -> list[Pair]:
     """Buffers of a layer's modules, [slots, 1 or experts, …]; the head has one pair by itself, experts have three."""
     if isinstance(layer, FusedMoEWithLoRA):
         return _buffers_of_experts(layer)
     if isinstance(layer.lora_a_stacked, Tensor):
-        return [_Pair(layer.lora_a_stacked, layer.lora_b_stacked)]
-    return list(map(_Pair, layer.lora_a_stacked, layer.lora_b_stacked))
+        return [Pair(layer.lora_a_stacked, layer.lora_b_stacked)]
+    return list(map(Pair, layer.lora_a_stacked, layer.lora_b_stacked))
 
 
-def _buffers_of_experts(experts: FusedMoEWithLoRA) -> list[_Pair]:
-    gate, up = map(_Pair, experts.w13_lora_a_stacked, experts.w13_lora_b_stacked)
-    return [gate, _Pair(experts.w2_lora_a_stacked[0], experts.w2_lora_b_stacked[0]), up]
+def _buffers_of_experts(experts: FusedMoEWithLoRA) -> list[Pair]:
+    gate, up = map(Pair, experts.w13_lora_a_stacked, experts.w13_lora_b_stacked)
+    return [gate, Pair(experts.w2_lora_a_stacked[0], experts.w2_lora_b_stacked[0]), up]
 
 
 # ---------------------------------------------------------------------------------------------------- base in four bits

@@ -69,7 +69,7 @@ async def start_pooling_engine(config: Config, *, seed: int) -> PoolingEngine:
 
         return ScriptedPoolingEngine.of(config)
     with loading_libraries():
-        from rlhpc.generation.pooling_engine import VllmPoolingEngine
+        from rlhpc.generation.vllm_engine import VllmPoolingEngine
 
     return await VllmPoolingEngine.start(config, seed=seed)
 

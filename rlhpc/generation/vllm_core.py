@@ -1,123 +1,119 @@
 """vLLM's engine core behind our interface, in processes of AsyncLLM or on a thread of this process.
 
-Input: requests, and calls of the worker extension.  Output: one FinishedSample for each request.  On CUDA, and with
-several workers, the core is behind vLLM's AsyncLLM.  With one worker on CPU it runs on a thread: AsyncLLM would send
-every request through a socket, and get a message with every request's newest token after every step
-(docs/decisions/036-the-engine-core-in-the-generators-process.md has the cost).
-
-Guarantees of both.  While paused nothing is sampled, and counts() is the number of tokens of every request, for any of
-vLLM's model runners: weights that are loaded before resume() sample the tokens from that number on.  Undocumented
-interfaces of vLLM that we need are checked once, at the start.
+On CUDA, and with several workers, the core is behind vLLM's AsyncLLM.  With one worker on CPU it runs on a thread:
+AsyncLLM would send every request through a socket, and get a message with every request's newest token after every step
+(docs/decisions/036-the-engine-core-in-the-generators-process.md has the cost).  Any of vLLM's model runners will do.
+Undocumented interfaces of vLLM that we need are checked once, at the start.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import queue
 import sys
-import threading
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from rlhpc.data.tokenizer import StopSearch
-from rlhpc.generation.vllm_requests import FlatPart, PartialCompletion, PromptScores
+from rlhpc.generation.requests import PartialCompletion, PromptScores
+from rlhpc.generation.running_core import (
+    CoreDied,
+    CoreLimits,
+    CoreRequest,
+    CoreThread,
+    FinishedSample,
+    RunningCore,
+    StepOutput,
+    SteppedCore,
+)
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import Float32
 
-YIELD_S = 0.001  # while requests wait and none can be scheduled
-LAST_STEP_S = 30.0  # at the exit of the process, for the last step and vLLM's teardown
-MakeRequest = Callable[[dict[str, Any], Any, str, int, int], Any]  # raises ValueError for a refused request
+SCORE_PRIORITY = -1  # vLLM's smallest goes first; rollouts have 0 and go in the order of their arrival
+
+# ----------------------------------------------------------------------------------------------------------- parameters
 
 
-class CoreDied(Exception):
-    """The engine core raised, or was shut down; every further call fails."""
+def params_of(asked: CoreRequest) -> Any:
+    """vLLM's parameters for a request."""
+    # vLLM is imported after its environment is set (vllm_start.py).
+    from vllm import PoolingParams, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if asked.task is not None:
+        return PoolingParams(task=asked.task, use_activation=asked.use_activation)
+    if asked.top_k is not None:  # the one token that vLLM samples after the row is not used
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=asked.top_k,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    return SamplingParams(
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        # The whole distribution: log-probabilities over a part of it would be renormalised, unlike the trainer's, and
+        # every importance ratio would be too small by the factor of the kept mass.
+        top_p=1.0,
+        top_k=0,
+        stop_token_ids=list(asked.stop_token_ids),
+        ignore_eos=True,  # end-of-sequence tokens are among stop_token_ids: one rule instead of two
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        seed=asked.seed,
+        # Cheaper than a stream, and vLLM keeps everything until the end.
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # not shared
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedSample:
-    """vLLM's result for a request: its completion, or the scores of its prompt."""
-
-    num_prompt_tokens: int
-    completion: PartialCompletion  # whole
-    prompt_scores: PromptScores | None  # None: not asked for
-    pooled: Float32 | None = None  # of a model that pools; None: it samples
+def limits_of(vllm_config: Any) -> CoreLimits:
+    """The limits of a core, from the size of its KV cache."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    kv_tokens = getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size
+    return CoreLimits(model.max_model_len, model.get_vocab_size(), kv_tokens, cache.block_size)
 
 
-class RunningCore(ABC):
-    """A running engine core.  Every method raises vLLM's errors, and CoreDied."""
+def _flat_scores(flat: Any) -> PromptScores:
+    """Read vLLM's FlatLogprobs of a prompt, whose first token has none."""
+    starts = flat.start_indices[1:]
+    width = len(flat.token_ids) // max(1, len(starts))
+    return PromptScores(
+        np.asarray(flat.token_ids, np.int32).reshape(len(starts), width),
+        np.asarray(flat.logprobs, np.float32).reshape(len(starts), width),
+        np.asarray([flat.ranks[start] for start in starts], np.int32),
+    )
 
-    vllm_config: Any
 
-    @abstractmethod
-    async def sample(
-        self,
-        prompt: dict[str, Any],
-        params: Any,
-        request_id: str,
-        *,
-        priority: int = 0,
-        adapter: int = 1,
-        search: StopSearch | None = None,
-    ) -> FinishedSample:
-        """Return a request's result when it has ended; if the caller is cancelled, the request is aborted.
+def _tensor_scores(tensors: Any) -> PromptScores:
+    """Read the core's own tensors, vLLM's LogprobsTensors."""
+    return PromptScores(
+        tensors.logprob_token_ids.numpy().astype(np.int32),
+        tensors.logprobs.float().numpy(),
+        tensors.selected_token_ranks.numpy().astype(np.int32),
+    )
 
-        prompt: "prompt_token_ids" and "cache_salt".  adapter: its number, if the core holds any.  search: for stop
-        strings; it has read the prefix and is owned by the core from now on; tokens behind a stop string are not
-        counted, shown or returned.  Raises ValueError if vLLM refuses the request.
-        """
 
-    @abstractmethod
-    async def pool(self, prompt: dict[str, Any], params: Any, request_id: str) -> Float32:
-        """Return what a model that pools makes of a prompt, [C] or [T, C]; params: vLLM's PoolingParams.
+def _pooled(output: Any) -> Float32:
+    """Convert the tensor that a model's pooler returns for one prompt."""
+    found: Float32 = output.float().cpu().numpy()
+    return found
 
-        Raises ValueError if vLLM refuses the request.
-        """
 
-    @abstractmethod
-    async def abort(self, request_id: str) -> None:
-        """Have a request end with the tokens it has; does not wait for its end."""
+def _adapter_of(vllm_config: Any, number: int) -> Any:
+    """The adapter of a request; None: versions are whole weights."""
+    if vllm_config.lora_config is None:
+        return None
+    from rlhpc.generation.adapter_slot import adapter_request  # as above
 
-    @abstractmethod
-    def num_tokens(self, request_id: str) -> int:
-        """Number of tokens sampled for a request so far; 0 if it has ended."""
-
-    @abstractmethod
-    def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
-        """A request's tokens from number `first` on; None: there is none, or the request has ended."""
-
-    @abstractmethod
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of every worker between two steps."""
-
-    @abstractmethod
-    async def pause(self) -> None:
-        """Stop after the current step and keep requests."""
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """Resume decoding."""
-
-    @abstractmethod
-    async def counts(self) -> dict[str, int]:
-        """Number of tokens of each request that has one; for a core that is paused.
-
-        A request that ends about now may be left out.
-        """
-
-    @abstractmethod
-    async def recompute(self) -> None:
-        """Forget cached prompts, and the keys and values of running requests, which are recomputed."""
-
-    @abstractmethod
-    def shutdown(self, timeout: float) -> None:
-        """End the core; pending calls raise.  Blocks for at most `timeout`."""
+    return adapter_request(number)
 
 
 # ------------------------------------------------------------------------------------------ required parts of vLLM
@@ -130,7 +126,7 @@ OF_ASYNC_LLM = (
 OF_DETOKENIZER = "output_token_ids"
 OF_CORE = (
     "add_request preprocess_add_request abort_requests collective_rpc reset_prefix_cache step_fn post_step shutdown "
-    "scheduler.has_requests scheduler.requests scheduler.set_pause_state"
+    "scheduler.has_requests scheduler.requests"
 )
 
 
@@ -143,7 +139,7 @@ def require(names: str, *, of: Any, called: str) -> None:
         except AttributeError:
             lacking.append(f"{called}.{name}")
     if lacking:
-        from vllm import __version__  # as in _engine_core
+        from vllm import __version__  # as above
 
         raise EngineError(
             f"vLLM {__version__} has no {', '.join(lacking)}: without, nothing tells how many tokens each request has "
@@ -160,6 +156,10 @@ class _FrontEndRequest:
 
     search: StopSearch | None
     num_before: int  # tokens of the prefix, which the search had read
+
+    @classmethod
+    def of(cls, asked: CoreRequest) -> _FrontEndRequest:
+        return cls(asked.search, 0 if asked.search is None else asked.search.num_tokens)
 
     @property
     def num_shown(self) -> int:
@@ -182,49 +182,37 @@ class CoreProcesses(RunningCore):
 
     def __init__(self, llm: Any) -> None:
         """llm: an unused AsyncLLM.  Raises EngineError for a vLLM that lacks a part we need."""
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # as in _engine_core
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # as above
 
         require(OF_ASYNC_LLM, of=llm, called="AsyncLLM")
         require(OF_DETOKENIZER, of=IncrementalDetokenizer, called="IncrementalDetokenizer")
-        self._llm, self.vllm_config = llm, llm.vllm_config
+        self._llm, self._vllm_config, self.limits = llm, llm.vllm_config, limits_of(llm.vllm_config)
         self._asked: dict[str, _FrontEndRequest] = {}
         self._outputs, self._next_outputs = llm.engine_core.outputs_queue, llm.engine_core.get_output_async
         self._front_end_waits = True  # for outputs: all earlier ones have been passed to their requests
         llm.engine_core.get_output_async = self._outputs_for_front_end
 
-    async def sample(
-        self,
-        prompt: dict[str, Any],
-        params: Any,
-        request_id: str,
-        *,
-        priority: int = 0,
-        adapter: int = 1,
-        search: StopSearch | None = None,
-    ) -> FinishedSample:
+    async def sample(self, asked: CoreRequest) -> FinishedSample:
         """See RunningCore."""
-        lora = _adapter_of(self.vllm_config, adapter)
-        asked = self._asked[request_id] = _FrontEndRequest(search, 0 if search is None else search.num_tokens)
-        if search is not None:
-            from vllm.sampling_params import RequestOutputKind  # as in _engine_core
+        prompt = {"prompt_token_ids": asked.token_ids, "cache_salt": asked.salt}
+        if asked.task is not None:
+            return await self._pool(prompt, asked)
+        params, request_id = params_of(asked), asked.request_id
+        lora = _adapter_of(self._vllm_config, asked.adapter)
+        flight = self._asked[request_id] = _FrontEndRequest.of(asked)
+        if asked.search is not None:
+            from vllm.sampling_params import RequestOutputKind  # as above
 
             params.output_kind = RequestOutputKind.CUMULATIVE  # an output after every step, of all tokens so far
+        priority = 0 if asked.top_k is None else SCORE_PRIORITY
         try:
             answers = self._llm.generate(prompt, params, request_id, lora_request=lora, priority=priority)
             async with contextlib.aclosing(answers):  # aborts a request that has not ended
                 async for answer in answers:
-                    if (finished := _finished(answer, asked)) is not None:
+                    if (finished := _finished(answer, flight)) is not None:
                         return finished
         finally:
             del self._asked[request_id]
-        raise CoreDied(f"vLLM ended {request_id} without an output")
-
-    async def pool(self, prompt: dict[str, Any], params: Any, request_id: str) -> Float32:
-        """See RunningCore."""
-        async with contextlib.aclosing(self._llm.encode(prompt, params, request_id)) as answers:
-            async for answer in answers:
-                if answer.finished:
-                    return _pooled(answer.outputs.data)
         raise CoreDied(f"vLLM ended {request_id} without an output")
 
     async def abort(self, request_id: str) -> None:
@@ -246,9 +234,7 @@ class CoreProcesses(RunningCore):
         end = min(len(token_ids), len(starts), asked.num_shown)
         if end <= first:
             return None
-        begin = starts[first]  # a long completion is not copied for its last tokens
-        part = FlatPart(logprobs.logprobs[begin:], [start - begin for start in starts[first:end]])
-        return PartialCompletion(list(token_ids[first:end]), part)
+        return PartialCompletion(list(token_ids[first:end]), _own_logprobs(logprobs, first, end))
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """See RunningCore."""
@@ -281,6 +267,14 @@ class CoreProcesses(RunningCore):
         """See RunningCore."""
         self._llm.shutdown(timeout=timeout)
 
+    async def _pool(self, prompt: dict[str, Any], asked: CoreRequest) -> FinishedSample:
+        nothing = PartialCompletion([], np.empty(0, np.float32), "stop")
+        async with contextlib.aclosing(self._llm.encode(prompt, params_of(asked), asked.request_id)) as answers:
+            async for answer in answers:
+                if answer.finished:
+                    return FinishedSample(len(asked.token_ids), nothing, None, _pooled(answer.outputs.data))
+        raise CoreDied(f"vLLM ended {asked.request_id} without an output")
+
     async def _outputs_for_front_end(self) -> Any:
         self._front_end_waits = True
         outputs = await self._next_outputs()
@@ -302,313 +296,109 @@ def _finished(answer: Any, asked: _FrontEndRequest) -> FinishedSample | None:
     """Convert vLLM's RequestOutput of a request that has ended, or has completed a stop string."""
     completion = answer.outputs[0]
     end, reason = asked.end_in(completion.token_ids), completion.finish_reason
-    if end is not None:  # copied, since vLLM's own lists still grow
-        part = FlatPart(completion.logprobs.logprobs[:], completion.logprobs.start_indices[:end])
-        completion, reason = PartialCompletion(completion.token_ids[:end], part, "stop"), "stop"
+    if end is not None:
+        reason = "stop"
     if reason is None:
         return None
-    whole = PartialCompletion(completion.token_ids, completion.logprobs, reason)
-    scores = None if answer.prompt_logprobs is None else PromptScores.of_flat(answer.prompt_logprobs)
+    token_ids = completion.token_ids if end is None else completion.token_ids[:end]  # vLLM's own list still grows
+    whole = PartialCompletion(token_ids, _own_logprobs(completion.logprobs, 0, len(token_ids)), reason)
+    scores = None if answer.prompt_logprobs is None else _flat_scores(answer.prompt_logprobs)
     return FinishedSample(len(answer.prompt_token_ids), whole, scores)
 
 
+def _own_logprobs(flat: Any, first: int, end: int) -> Float32:
+    """Log-probabilities of the tokens from `first` to before `end` in vLLM's FlatLogprobs, which may still grow."""
+    if end <= first or flat is None:  # a row that is scored has none
+        return np.empty(0, np.float32)
+    starts = flat.start_indices[first:end]
+    part = flat.logprobs[starts[0] :]  # a long completion is not copied for its last tokens
+    own: Float32 = np.asarray(part, np.float32)[np.asarray(starts) - starts[0]]
+    return own
+
+
 # ----------------------------------------------------------------------------------------------------- core on a thread
-#
-# The engine is used only on its thread, between two steps, in the order of the calls.  A request that ends before a
-# call is executed has ended for its caller before the call returns.
 
 
-@dataclass(slots=True)
-class _Sample:
-    """A request that the core has or will have.  Only the engine's thread appends."""
+class VllmSteps(SteppedCore):
+    """vLLM's EngineCore, step by step."""
 
-    num_prompt_tokens: int
-    ended: asyncio.Future[FinishedSample]
-    search: StopSearch | None = None  # for stop strings
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the sampled tokens, natural log
-    prompt_scores: PromptScores | None = None
-    pooled: Float32 | None = None
+    def __init__(self, core: Any, vllm_config: Any) -> None:
+        """core: unused, and used by nobody else.  Raises EngineError for a vLLM that lacks a part we need."""
+        # As above.
+        from vllm.renderers.registry import renderer_from_config
+        from vllm.v1.engine.input_processor import InputProcessor
 
-    def take(self, output: Any) -> str | None:
-        """Add a step's output for the request, vLLM's EngineCoreOutput; return why the request has ended, if it has.
-
-        Tokens after the one that completes a stop string are dropped.
-        """
-        tokens, logprobs = output.new_token_ids, output.new_logprobs
-        reason = None if output.finish_reason is None else str(output.finish_reason)
-        if self.search is not None:
-            num_before = self.search.num_tokens
-            if self.search.read(tokens) is not None:
-                tokens, reason = tokens[: self.search.num_tokens - num_before], "stop"
-        if logprobs is not None and tokens:  # the sampled token's own are in the first column
-            self.logprobs.extend(logprobs.logprobs[: len(tokens), 0].tolist())
-        if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_scores = PromptScores.of_tensors(output.new_prompt_logprobs_tensors)
-        if output.pooling_output is not None:
-            self.pooled = _pooled(output.pooling_output)
-        self.token_ids.extend(tokens)
-        return reason
-
-    def so_far(self, first: int, reason: str = "abort") -> PartialCompletion | None:
-        """The completion from token `first` on; None: there is none."""
-        num_known = min(len(self.token_ids), len(self.logprobs))  # the thread may be between the two
-        if num_known <= first and reason == "abort":
-            return None
-        part = FlatPart(self.logprobs[first:num_known], range(num_known - first))
-        return PartialCompletion(self.token_ids[first:num_known], part, reason)
-
-    def finished(self, reason: str) -> FinishedSample:
-        completion = PartialCompletion(self.token_ids, FlatPart(self.logprobs, range(len(self.logprobs))), reason)
-        return FinishedSample(self.num_prompt_tokens, completion, self.prompt_scores, self.pooled)
-
-
-class CoreThread(RunningCore):
-    """An engine core, its thread, and its requests.  Methods are called in the event loop that started it."""
-
-    def __init__(self, vllm_config: Any, make_core: Callable[[], Any], make_request: MakeRequest) -> None:
-        """Make the core on a thread of its own; blocks until it is ready.  Raises as make_core.
-
-        make_core: vLLM's EngineCore.  make_request: (prompt, parameters, id, priority, adapter) → the core's request.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._samples: dict[str, _Sample] = {}
-        self._asked: set[asyncio.Future[Any]] = set()
-        self._death = ""  # why every further call fails
-        self._must_stop = False  # set on the engine's thread
-        self._core: Any = None
-        self._start_error: BaseException | None = None
-        self.vllm_config, self._make_core, self._make_request = vllm_config, make_core, make_request
-        is_ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(is_ready,), name="engine", daemon=True)
-        self._thread.start()
-        # A thread that is inside torch when the interpreter exits ends the process with SIGABRT.
-        atexit.register(self._end_before_exit)
-        is_ready.wait()
-        if self._start_error is not None:
-            raise self._start_error
+        require(OF_CORE, of=core, called="EngineCore")
+        self.engine_core, self.limits, self._vllm_config = core, limits_of(vllm_config), vllm_config
+        self._processor = InputProcessor(vllm_config, renderer_from_config(vllm_config))
 
     @classmethod
-    def of_vllm(cls, engine_args: Any) -> CoreThread:
+    def on_a_thread(cls, engine_args: Any) -> CoreThread:
         """Make a core from vLLM's engine arguments.  Raises vLLM's errors."""
         vllm_config = engine_args.create_engine_config()
-        return cls(vllm_config, partial(_engine_core, vllm_config), _request_maker(vllm_config))
+        return CoreThread(lambda: cls(_engine_core(vllm_config), vllm_config))
 
-    # ------------------------------------------------------------------------------------------------- requests
+    def request_of(self, asked: CoreRequest) -> Any:
+        """Make vLLM's EngineCoreRequest; see SteppedCore."""
+        from vllm.inputs.engine import tokens_input  # as above
 
-    async def sample(
-        self,
-        prompt: dict[str, Any],
-        params: Any,
-        request_id: str,
-        *,
-        priority: int = 0,
-        adapter: int = 1,
-        search: StopSearch | None = None,
-    ) -> FinishedSample:
-        """See RunningCore."""
-        self._require_life()
-        request = self._make_request(prompt, params, request_id, priority, adapter)
-        ended: asyncio.Future[FinishedSample] = self._loop.create_future()
-        sample = self._samples[request_id] = _Sample(len(prompt["prompt_token_ids"]), ended, search)
-        self._commands.put(partial(self._add, request))
-        try:
-            finished: FinishedSample = await self._answer(sample.ended)
-        finally:
-            del self._samples[request_id]
-            if not sample.ended.done() or sample.ended.cancelled():
-                self._commands.put(partial(self._abort_quietly, request_id))
-        return finished
+        priority = 0 if asked.top_k is None else SCORE_PRIORITY
+        return self._processor.process_inputs(
+            asked.request_id,
+            tokens_input(asked.token_ids, cache_salt=asked.salt),
+            params_of(asked),
+            (asked.task or "generate",),
+            lora_request=_adapter_of(self._vllm_config, asked.adapter),
+            priority=priority,
+        )
 
-    async def pool(self, prompt: dict[str, Any], params: Any, request_id: str) -> Float32:
-        """See RunningCore."""
-        finished = await self.sample(prompt, params, request_id)
-        if finished.pooled is None:
-            raise CoreDied(f"vLLM ended {request_id} without an output")
-        return finished.pooled
+    def add(self, request: Any) -> None:
+        """See SteppedCore."""
+        self.engine_core.add_request(*self.engine_core.preprocess_add_request(request))
 
-    async def abort(self, request_id: str) -> None:
-        """See RunningCore."""
-        self._require_life()
-        self._commands.put(partial(self._abort, request_id))
+    def abort(self, request_id: str) -> bool:
+        """See SteppedCore."""
+        is_known = request_id in self.engine_core.scheduler.requests
+        self.engine_core.abort_requests([request_id])
+        return is_known
 
-    def num_tokens(self, request_id: str) -> int:
-        """See RunningCore."""
-        sample = self._samples.get(request_id)
-        return len(sample.token_ids) if sample is not None else 0
+    def has_requests(self) -> bool:
+        """See SteppedCore."""
+        return bool(self.engine_core.scheduler.has_requests())
 
-    def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
-        """See RunningCore."""
-        sample = self._samples.get(request_id)
-        return sample.so_far(first) if sample is not None else None
+    def step(self) -> tuple[list[StepOutput], bool]:
+        """See SteppedCore."""
+        outputs, was_executed = self.engine_core.step_fn()
+        self.engine_core.post_step(was_executed)
+        made = [_step_output(each) for per_client in (outputs or {}).values() for each in per_client.outputs]
+        return made, was_executed
 
-    # --------------------------------------------------------------------------------------------------- calls
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """See RunningCore."""
-        result: list[Any] = await self._ask(lambda: self._core.collective_rpc(method, args=args))
+    def call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """See SteppedCore."""
+        result: list[Any] = self.engine_core.collective_rpc(method, args=args)
         return result
 
-    async def pause(self) -> None:
-        """See RunningCore."""
-        await self._set_paused(True)
+    def recompute(self) -> None:
+        """See SteppedCore."""
+        self.engine_core.reset_prefix_cache(True)
 
-    async def resume(self) -> None:
-        """See RunningCore."""
-        await self._set_paused(False)
-
-    async def counts(self) -> dict[str, int]:
-        """See RunningCore."""
-        counted: dict[str, int] = await self._ask(self._counts)
-        return counted
-
-    async def recompute(self) -> None:
-        """See RunningCore."""
-        await self._ask(lambda: self._core.reset_prefix_cache(True))
-
-    def shutdown(self, timeout: float) -> None:
-        """See RunningCore."""
-        self._end(timeout)
-        self._fail("it was shut down")
-
-    def _end(self, timeout: float) -> None:
-        self._commands.put(self._stop)
-        self._thread.join(timeout)
-        if not self._thread.is_alive():
-            atexit.unregister(self._end_before_exit)
-
-    def _end_before_exit(self) -> None:
-        self._end(LAST_STEP_S)
-
-    # --------------------------------------------------------------------------------------------- on the loop
-
-    async def _set_paused(self, is_paused: bool) -> None:
-        from vllm.v1.core.sched.interface import PauseState  # vLLM is imported after its environment is set
-
-        state = PauseState.PAUSED_ALL if is_paused else PauseState.UNPAUSED
-        await self._ask(lambda: self._core.scheduler.set_pause_state(state))
-
-    async def _ask(self, work: Callable[[], Any]) -> Any:
-        self._require_life()
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._commands.put(partial(self._do, work, future))
-        return await self._answer(future)
-
-    async def _answer(self, future: asyncio.Future[Any]) -> Any:
-        self._asked.add(future)
-        try:
-            return await future
-        finally:
-            self._asked.discard(future)
-
-    def _deliver(self, ended: list[tuple[_Sample, str]]) -> None:
-        for sample, reason in ended:
-            if not sample.ended.done():
-                sample.ended.set_result(sample.finished(reason))
-
-    def _fail(self, why: str) -> None:
-        self._death = self._death or why
-        for future in list(self._asked):
-            if not future.done():
-                future.set_exception(CoreDied(self._death))
-
-    def _require_life(self) -> None:
-        if self._death:
-            raise CoreDied(self._death)
-
-    # ------------------------------------------------------------------------------------ on the engine's thread
-
-    def _run(self, is_ready: threading.Event) -> None:
-        try:
-            self._core = self._make_core()
-        except BaseException as error:  # noqa: BLE001 - reaches the caller of __init__
-            self._start_error = error
-            return
-        finally:
-            is_ready.set()
-        try:
-            while not self._must_stop:
-                self._obey()
-                if not self._must_stop and self._core.scheduler.has_requests():
-                    self._step()
-        except BaseException as error:  # noqa: BLE001 - whatever ends the thread must reach those who wait
-            self._tell(partial(self._fail, repr(error)))
-        finally:
-            self._core.shutdown()
-            self._core = None
-
-    def _obey(self) -> None:
-        """Run the queued commands; waits for one if there is nothing to sample."""
-        if not self._core.scheduler.has_requests():
-            self._commands.get()()
-        while not self._must_stop and not self._commands.empty():
-            self._commands.get()()
-
-    def _step(self) -> None:
-        outputs, was_executed = self._core.step_fn()
-        self._core.post_step(was_executed)
-        ended = []
-        for per_client in (outputs or {}).values():
-            for output in per_client.outputs:
-                sample = self._samples.get(output.request_id)
-                if sample is None or (reason := sample.take(output)) is None:
-                    continue
-                ended.append((sample, reason))
-                if output.finish_reason is None:  # a stop string, unknown to the core
-                    self._core.abort_requests([output.request_id])
-        if ended:
-            self._tell(partial(self._deliver, ended))
-        if not was_executed and self._core.scheduler.has_requests():
-            time.sleep(YIELD_S)
-
-    def _add(self, request: Any) -> None:
-        self._core.add_request(*self._core.preprocess_add_request(request))
-
-    def _abort(self, request_id: str) -> None:
-        sample, is_known = self._samples.get(request_id), request_id in self._core.scheduler.requests
-        self._core.abort_requests([request_id])
-        if sample is not None and is_known:
-            self._tell(partial(self._deliver, [(sample, "abort")]))
-
-    def _abort_quietly(self, request_id: str) -> None:
-        self._core.abort_requests([request_id])
-
-    def _counts(self) -> dict[str, int]:
-        counted = {request_id: len(sample.token_ids) for request_id, sample in self._samples.copy().items()}
-        return {request_id: number for request_id, number in counted.items() if number}
-
-    def _do(self, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - reaches the caller
-            self._tell(partial(_settle, future, None, error))
-        else:
-            self._tell(partial(_settle, future, result, None))
-
-    def _stop(self) -> None:
-        self._must_stop = True
-
-    def _tell(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(callback)
+    def shutdown(self) -> None:
+        """See SteppedCore."""
+        self.engine_core.shutdown()
 
 
-def _pooled(output: Any) -> Float32:
-    """Convert the tensor that a model's pooler returns for one prompt."""
-    found: Float32 = output.float().cpu().numpy()
-    return found
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if isinstance(error, StopIteration):  # not allowed in futures
-        future.set_exception(CoreDied(repr(error)))
-    elif error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+def _step_output(output: Any) -> StepOutput:
+    """Convert vLLM's EngineCoreOutput."""
+    tokens, logprobs = output.new_token_ids, output.new_logprobs
+    scores, pooled = output.new_prompt_logprobs_tensors, output.pooling_output
+    return StepOutput(
+        output.request_id,
+        tokens,  # the sampled tokens' own log-probabilities are in the first column
+        logprobs.logprobs[: len(tokens), 0].tolist() if logprobs is not None and tokens else [],
+        None if output.finish_reason is None else str(output.finish_reason),
+        None if scores is None else _tensor_scores(scores),
+        None if pooled is None else _pooled(pooled),
+    )
 
 
 def _engine_core(vllm_config: Any) -> Any:
@@ -617,9 +407,7 @@ def _engine_core(vllm_config: Any) -> Any:
     from vllm.v1.executor.abstract import Executor
 
     with _unseen("llvmlite.binding.ffi"):
-        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
-    require(OF_CORE, of=core, called="EngineCore")
-    return core
+        return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
 
 
 @contextlib.contextmanager
@@ -634,31 +422,3 @@ def _unseen(module: str) -> Iterator[None]:
     finally:
         if hidden is not None:
             sys.modules[module] = hidden
-
-
-def _request_maker(vllm_config: Any) -> MakeRequest:
-    """Returns a function that makes vLLM's EngineCoreRequest; it raises ValueError if vLLM refuses the request."""
-    # As above.
-    from vllm import SamplingParams
-    from vllm.inputs.engine import tokens_input
-    from vllm.renderers.registry import renderer_from_config
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    processor = InputProcessor(vllm_config, renderer_from_config(vllm_config))
-
-    def request_of(prompt: dict[str, Any], params: Any, request_id: str, priority: int, adapter: int) -> Any:
-        lora = _adapter_of(vllm_config, adapter)
-        tokens = tokens_input(prompt["prompt_token_ids"], cache_salt=prompt["cache_salt"])
-        tasks = ("generate",) if isinstance(params, SamplingParams) else (params.task,)
-        return processor.process_inputs(request_id, tokens, params, tasks, lora_request=lora, priority=priority)
-
-    return request_of
-
-
-def _adapter_of(vllm_config: Any, number: int) -> Any:
-    """The adapter of a request; None: versions are whole weights."""
-    if vllm_config.lora_config is None:
-        return None
-    from rlhpc.generation.adapter_slot import adapter_request  # as above
-
-    return adapter_request(number)

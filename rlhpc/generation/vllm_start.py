@@ -1,6 +1,6 @@
 """Start and end vLLM with every process that belongs to it.
 
-Input: an EngineProfile.  Output: a RunningCore (vllm_core.py), and the list of its processes.
+Input: an EngineProfile.  Output: a RunningCore (running_core.py), and the list of its processes.
 Nothing survives stop_processes().
 """
 
@@ -9,21 +9,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from rlhpc.base.native import loading_libraries
-from rlhpc.base.processes import end_with_parent
 from rlhpc.config.rules import Config
-from rlhpc.generation.vllm_core import CoreProcesses, CoreThread, RunningCore
-from rlhpc.metrics.meters import SampleWindow
+from rlhpc.generation.running_core import RunningCore
+from rlhpc.generation.vllm_core import CoreProcesses, VllmSteps
 from rlhpc.models.adapter import projection_of, room_for
 from rlhpc.protocol.errors import EngineError
 
@@ -35,9 +30,9 @@ from rlhpc.protocol.errors import EngineError
 # All differences between CPU and CUDA in vLLM's settings are here.
 
 
-WORKER_EXTENSION = "rlhpc.generation.weight_updates.WeightUpdateExtension"
+WORKER_EXTENSION = "rlhpc.generation.vllm_worker.VllmWorkerExtension"
 FOUR_BITS = "rlhpc_nf4"  # load format of quantised_base.py
-SEVERAL_WORKERS = "rlhpc.generation.vllm_start.ShieldedExecutor"
+SEVERAL_WORKERS = "rlhpc.generation.vllm_worker.ShieldedExecutor"
 CPU_KV_CACHE_BYTES = 256 << 20
 CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
 CPU_BATCHED_TOKENS = 2048  # vLLM's default there
@@ -212,69 +207,6 @@ def _cuda_args(config: Config) -> dict[str, Any]:
     return args
 
 
-# -------------------------------------------------------------------------------------------------------- signal shield
-#
-# Tie the lifetime of an engine process to its generator: it ends neither before it nor after it.
-#
-# Slurm signals every process of a job step: an engine that reacted would be gone before the generator has handed back
-# its partial rollouts.
-
-
-NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-
-
-class SignalShield:
-    """Signal handling of one process; its methods have no effect outside the main thread."""
-
-    def __init__(self) -> None:
-        """Ignore nothing yet."""
-        self._handlers: dict[signal.Signals, Any] = {}
-
-    def follow(self, generator_pid: int) -> None:
-        """Ignore the scheduler's signals, which the generator handles; in its direct child, also end when it ends.
-
-        vLLM ends an engine's other processes with their parent.
-        """
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {notice: signal.signal(notice, signal.SIG_IGN) for notice in NOTICES}
-        if os.getppid() == generator_pid:
-            end_with_parent()
-
-    def heed(self) -> None:
-        """Restore the signals that follow() ignores, so that vLLM can end its processes."""
-        for notice, handler in self._handlers.items():
-            signal.signal(notice, handler)
-
-
-# ---------------------------------------------------------------------------------------------------- shielded executor
-#
-# vLLM's multi-worker executor, in a core process whose lifetime is tied to the generator, like its workers.
-#
-# With one worker, worker and core are one process, and the worker extension serves both.
-
-
-class ShieldedExecutor(MultiprocExecutor):
-    """Executor for vLLM's distributed_executor_backend; forwards calls of the worker extension."""
-
-    _rlhpc_shield: SignalShield | None = None
-
-    def collective_rpc(
-        self,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Call vLLM's, on the core's main thread; the two calls about the generator are also executed here."""
-        if method == "rlhpc_follow_parent":
-            self._rlhpc_shield = SignalShield()
-            self._rlhpc_shield.follow(*args)
-        elif method == "rlhpc_heed_signals" and self._rlhpc_shield is not None:
-            self._rlhpc_shield.heed()
-        return super().collective_rpc(method, timeout, args, kwargs, **options)
-
-
 # --------------------------------------------------------------------------------------------------------- vllm process
 
 
@@ -315,7 +247,7 @@ def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Running
             import torch._dynamo.config  # may have read its environment already
 
             torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-            return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
+            return VllmSteps.on_a_thread(AsyncEngineArgs(**profile.engine_args)), []
     if not hasattr(AsyncLLM, "update_weight_version"):
         set_environment(TRIED_RUNNER)
     # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
@@ -364,29 +296,6 @@ def stop_processes(processes: list[psutil.Process]) -> None:
     for process in alive:
         _signal(process, "kill")
     psutil.wait_procs(alive, timeout=SHUTDOWN_S)
-
-
-def device_here() -> str:
-    """ "cuda" where there is a device, else "cpu"."""
-    import torch  # takes a second; a part of this module is used without
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def num_gpus_here() -> int:
-    """GPUs of this machine, those that this process may not use included: their engines share the host's memory."""
-    return sum(1 for _ in Path("/proc/driver/nvidia/gpus").glob("*"))
-
-
-def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:
-    """The sample window of an engine, from the size of its KV cache."""
-    cache = vllm_config.cache_config
-    return SampleWindow(
-        kv_tokens=getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size,
-        longest_tokens=vllm_config.model_config.max_model_len,
-        max_num_seqs=max_num_seqs,
-        block_tokens=cache.block_size,
-    )
 
 
 def _for_the_card_here(profile: EngineProfile) -> EngineProfile:

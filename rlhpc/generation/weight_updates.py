@@ -1,11 +1,11 @@
-"""Update a vLLM engine to a new version: receive, pause sampling, load, adopt, resume.  Both sides are here.
+"""Update an engine to a new version: receive, pause sampling, load, adopt, resume.  Both sides are here.
 
-In this file: a count of preemptions; the link that receives on a worker's thread; the worker's extension; the switch
-that pauses sampling; the choice of staging; the engine's side.
+In this file: the link that receives on a worker's thread; the worker's extension; the switch that pauses sampling; the
+choice of staging; the engine's side.
 
-In each worker: WeightUpdateExtension, which vLLM mixes into its own class; it receives on a thread, and loads.  It is
-called by name over collective_rpc, with JSON for arguments (tensors do not survive vLLM's msgpack).  Beside the engine:
-WeightUpdates, which directs the workers.
+In each worker: WeightUpdateExtension, completed for the library (vllm_worker.py, transformers_core.py); it receives on
+a thread, and loads.  It is called by name over collective_rpc, with JSON for arguments (tensors do not survive vLLM's
+msgpack).  Beside the engine: WeightUpdates, which directs the workers.
 
 Input: WeightGroup and WeightManifest; output: WeightTiming.  States of an engine's weights:
 
@@ -28,10 +28,10 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import psutil
@@ -40,10 +40,8 @@ from torch import Tensor
 
 from rlhpc.base.patience import Deadline
 from rlhpc.config.rules import Config
-from rlhpc.generation.adapter_slot import AdapterSlot, read_peft
-from rlhpc.generation.reload_plan import WeightReload
-from rlhpc.generation.vllm_core import RunningCore
-from rlhpc.generation.vllm_start import SignalShield, device_here, num_gpus_here
+from rlhpc.generation.adapter_tensors import read_peft
+from rlhpc.generation.running_core import RunningCore, device_here, num_gpus_here
 from rlhpc.metrics.meters import BusyClock
 from rlhpc.models.adapter import A
 from rlhpc.models.weights import NotSafetensors
@@ -64,30 +62,6 @@ from rlhpc.weights.memory import (
     named_tensors,
 )
 
-# ----------------------------------------------------------------------------------------------------- preemption count
-#
-# Count requests that vLLM's scheduler preempts for lack of KV cache.
-#
-# Input: the scheduler's output for a model runner before each step.  vLLM's own statistics have the number, too, but
-# cost its front end 14 % of its time on a small model, since they process every token of every request.
-
-
-class PreemptionCount:
-    """Observes a model runner."""
-
-    def __init__(self, model_runner: Any) -> None:
-        """Wrap execute_model of the worker's model runner."""
-        self.total = 0
-        execute = model_runner.execute_model
-
-        @functools.wraps(execute)
-        def counted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.total += len(getattr(scheduler_output, "preempted_req_ids", None) or ())
-            return execute(scheduler_output, *args, **kwargs)
-
-        model_runner.execute_model = counted
-
-
 # ---------------------------------------------------------------------------------------------------------- weight link
 #
 # Receive weights on a thread of an engine worker.
@@ -99,8 +73,7 @@ class PreemptionCount:
 #              The engine stops sampling and permits: every bucket is loaded as it arrives, in this thread
 #
 # One task at a time: it is started, gives notice when READY and when it has ended, and is then polled; its
-# outcome stays until the next one is started.  Guarantee: before permission the model is not touched.  Independent of
-# vLLM.
+# outcome stays until the next one is started.  Guarantee: before permission the model is not touched.
 
 
 BUSY, READY, DONE, FAILED, TORN = "busy", "ready", "done", "failed", "torn"
@@ -253,46 +226,74 @@ class WeightLink:
 
 # ----------------------------------------------------------------------------------------------------- worker extension
 #
-# Every name starts with rlhpc_, since vLLM refuses an extension whose names collide with the worker's.
+# Every name starts with rlhpc_, since vLLM refuses an extension whose names collide with the worker's.  It mixes it
+# into a class of its own: methods that a library must provide raise NotImplementedError.
 
 
 NO_GROUP = (FAILED, "this worker is in no weight group")
 
 
+class WholeLoads(Protocol):
+    """Loads whole versions into one worker's model, between two decoding steps."""
+
+    way: str  # how; "" before the first
+
+    def load(self, weights: NamedTensors) -> None:
+        """Load a version that is there.  On CUDA copies may still be under way on the current stream."""
+
+    def load_arriving(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Load tensors as they arrive; if the iterator raises, the model is neither old nor new."""
+
+
+class AdapterLoads(Protocol):
+    """Holds the adapters of one worker's model; str() says how they are loaded."""
+
+    def refuse_unfit(self, manifest: WeightManifest) -> None:
+        """Raise GroupFailed, naming the module, unless a version of this manifest can be loaded; changes nothing."""
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], manifest: WeightManifest, number: int = 1) -> None:
+        """Overwrite an adapter once its last tensor has come.  Raises GroupFailed; it is then unchanged."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the policy's adapter."""
+
+
 class WeightUpdateExtension:
-    """Methods added to vLLM's worker class.  The attributes below are the worker's."""
+    """Methods of an engine's worker, whatever its library.  The attributes in the first block are the worker's."""
 
     if TYPE_CHECKING:
         rank: int
         device: torch.device
-        model_runner: Any
-        model_config: Any
-        vllm_config: Any
 
-    _rlhpc_preemptions: PreemptionCount | None = None
     _rlhpc_link: WeightLink | None = None
     _rlhpc_scope: DeviceScope | None = None  # this and the next three are made once, at the first join
     _rlhpc_shadow: HostShadow
     _rlhpc_loading: threading.Lock
-    _rlhpc_reload: WeightReload
-    _rlhpc_slot: AdapterSlot | None = None  # None: versions are whole weights
+    _rlhpc_reload: WholeLoads
+    _rlhpc_slot: AdapterLoads | None = None  # None: versions are whole weights
     _rlhpc_manifest: WeightManifest  # of the latest version
-    _rlhpc_shield: SignalShield | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
-        """Follow the generator, which has this pid (vllm_start.py); start counting.
-
-        With several workers, the core's process follows, too (vllm_start.py).
-        """
-        self._rlhpc_preemptions = PreemptionCount(self.model_runner)
-        self._rlhpc_shield = SignalShield()
-        self._rlhpc_shield.follow(parent_pid)
+        """Serve the generator with this pid from now on; start counting."""
+        raise NotImplementedError
 
     def rlhpc_hold_adapters(self, rank: int, modules: list[str], base: str, num_adapters: int) -> None:
         """Expect adapters of this rank and these modules from now on; base: digest of the weights held here."""
-        self._rlhpc_slot = AdapterSlot(
-            self.model_runner, rank=rank, modules=modules, base=base, num_adapters=num_adapters
-        )
+        raise NotImplementedError
+
+    def rlhpc_num_preemptions(self) -> int:
+        """Number of requests whose cache was taken from them, since rlhpc_follow_parent."""
+        raise NotImplementedError
+
+    def _rlhpc_parameters(self) -> Iterator[Tensor]:
+        """Yield the model's parameters."""
+        raise NotImplementedError
+
+    def _rlhpc_whole_loads(self) -> WholeLoads:
+        raise NotImplementedError
+
+    def rlhpc_heed_signals(self) -> None:
+        """Restore the signals that rlhpc_follow_parent ignores, if it does."""
 
     def rlhpc_load_adapter(self, number: int, directory: str, scale: float, base: str) -> str:
         """Load a PEFT adapter directory into a slot that no request uses; return why not, "" if it is loaded."""
@@ -307,18 +308,9 @@ class WeightUpdateExtension:
             return f"{directory}: {error}"
         return ""
 
-    def rlhpc_heed_signals(self) -> None:
-        """Restore the signals that rlhpc_follow_parent ignores, so that vLLM can end its processes."""
-        if self._rlhpc_shield is not None:
-            self._rlhpc_shield.heed()
-
     def rlhpc_device_id(self) -> str:
         """Unique name of this worker's GPU; "" on CPU."""
         return device_id(self.device)
-
-    def rlhpc_num_preemptions(self) -> int:
-        """Number of preempted requests since rlhpc_follow_parent."""
-        return self._rlhpc_preemptions.total if self._rlhpc_preemptions is not None else 0
 
     def rlhpc_begin_join(self, group_json: str, member: str, timeout_s: float, notices: str) -> tuple[str, str]:
         """Start joining a membership epoch, after leaving the previous one.  Returns as rlhpc_poll.
@@ -331,8 +323,7 @@ class WeightUpdateExtension:
             self._rlhpc_scope = DeviceScope(indexed(self.device))
             self._rlhpc_shadow = HostShadow(is_pinned=self._rlhpc_scope.device.type == "cuda")
             self._rlhpc_loading = threading.Lock()
-            model = self.model_runner.get_model()
-            self._rlhpc_reload = WeightReload(model, self.vllm_config, self.model_config, self.device)
+            self._rlhpc_reload = self._rlhpc_whole_loads()
         receiver = make_receiver(group.transport, device=str(self._rlhpc_scope.device), timeout_s=timeout_s)
         self._rlhpc_link = WeightLink(
             receiver,
@@ -405,7 +396,7 @@ class WeightUpdateExtension:
 
     def rlhpc_held_checksum(self) -> tuple[int, dict[str, int]]:
         """Checksum of this worker's parameters and adapters, and numbers of each dtype (weights/checksums.py)."""
-        parameters = (parameter.detach() for parameter in self.model_runner.get_model().parameters())
+        parameters = (parameter.detach() for parameter in self._rlhpc_parameters())
         return checksum_of(itertools.chain(parameters, () if self._rlhpc_slot is None else self._rlhpc_slot.tensors()))
 
     def rlhpc_leave(self) -> None:
@@ -417,7 +408,7 @@ class WeightUpdateExtension:
 
 # --------------------------------------------------------------------------------------------------------- pause switch
 #
-# Keep vLLM paused while at least one holder wants it paused.
+# Keep an engine's core paused while at least one holder wants it paused.
 #
 # Input: holds and releases, each under its holder's name.  Output: calls of pause and resume.
 # Requests are kept.  Guarantee: nothing is sampled between a hold that has returned and the release of the same name.
@@ -426,9 +417,9 @@ class WeightUpdateExtension:
 class PauseSwitch:
     """The names of the holders that keep an engine paused."""
 
-    def __init__(self, llm: RunningCore, call: Callable[[Any], Awaitable[Any]], busy: BusyClock) -> None:
-        """call: awaits a call of vLLM and maps its errors."""
-        self._llm, self._call, self._busy = llm, call, busy
+    def __init__(self, core: RunningCore, call: Callable[[Any], Awaitable[Any]], busy: BusyClock) -> None:
+        """call: awaits a call of the core and maps its errors."""
+        self._core, self._call, self._busy = core, call, busy
         self._holders: set[str] = set()
         self._is_paused = False
         self._changing = asyncio.Lock()
@@ -438,7 +429,7 @@ class PauseSwitch:
         async with self._changing:
             self._holders.add(name)
             if not self._is_paused:
-                await self._call(self._llm.pause())
+                await self._call(self._core.pause())
                 self._is_paused = True
                 self._busy.pause()
 
@@ -447,7 +438,7 @@ class PauseSwitch:
         async with self._changing:
             self._holders.discard(name)
             if self._is_paused and not self._holders:
-                await self._call(self._llm.resume())
+                await self._call(self._core.resume())
                 self._is_paused = False
                 self._busy.resume()
 
@@ -569,7 +560,7 @@ class WeightUpdates:
 
     def __init__(
         self,
-        llm: RunningCore,
+        core: RunningCore,
         call: Callable[[Any], Awaitable[Any]],
         switch: PauseSwitch,
         adopt: Callable[[int, dict[str, int]], Awaitable[None]],
@@ -577,11 +568,11 @@ class WeightUpdates:
         config: Config,
         clock: Clock,
     ) -> None:
-        """call: awaits a call of vLLM; raises EngineError.
+        """call: awaits a call of the core; raises EngineError.
 
         adopt: records a loaded version, given the number of tokens of each request that has one.
         """
-        self._llm, self._call, self._switch, self._adopt = llm, call, switch, adopt
+        self._core, self._call, self._switch, self._adopt = core, call, switch, adopt
         self._config, self._clock = config, clock
         self._updating = asyncio.Lock()
         self._staging = ""  # chosen once, when the size of the model is known
@@ -657,8 +648,8 @@ class WeightUpdates:
         self.is_torn = False
         self.num_preemptions = max(await self._rpc("rlhpc_num_preemptions"))
         if self._config.generation.recompute_kv:
-            await self._call(self._llm.recompute())
-        await self._adopt(version, await self._call(self._llm.counts()))
+            await self._call(self._core.recompute())
+        await self._adopt(version, await self._call(self._core.counts()))
         await self._switch.release(UPDATE)
 
     def _chosen_staging(self, manifest: WeightManifest) -> str:
@@ -686,7 +677,7 @@ class WeightUpdates:
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension on every worker.  Its errors do not cross as classes."""
-        result: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
+        result: list[Any] = await self._call(self._core.collective_rpc(method, args=args))
         return result
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from rlhpc.buffer.prefixes import id_checksum
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import WeightsConfig
-from rlhpc.generation.vllm_core import CoreThread
+from rlhpc.generation.running_core import CoreThread
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import A, B, adapter_specs, base_digest, chosen_layers, matrices_of
 from rlhpc.models.shape import EMBEDDING, HEAD
@@ -206,7 +206,7 @@ class VllmSubject(Subject):
     def worker(self) -> Any:
         """The engine's worker, if it runs on a thread of this process."""
         engine: Any = self.engine
-        return engine._llm._core.model_executor.driver_worker.worker
+        return engine._core._core.engine_core.model_executor.driver_worker.worker
 
     @classmethod
     async def start(
@@ -238,12 +238,12 @@ class VllmSubject(Subject):
 
     async def num_tokens(self) -> list[int]:
         assert isinstance(self.engine, VllmEngine)
-        return sorted((await self.engine._llm.counts()).values())
+        return sorted((await self.engine._core.counts()).values())
 
     def break_core(self) -> None:
         """Where it runs on a thread of this process: its next step fails."""
-        if isinstance(self.engine, VllmEngine) and isinstance(self.engine._llm, CoreThread):
-            self.engine._llm._commands.put(_fail)
+        if isinstance(self.engine, VllmEngine) and isinstance(self.engine._core, CoreThread):
+            self.engine._core._commands.put(_fail)
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(version)

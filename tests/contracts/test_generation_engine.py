@@ -392,7 +392,7 @@ async def test_a_request_that_vllm_adds_only_after_an_update_begins_on_nothing_t
     """It was asked for before, under the old version's name for its prompt; an abort does not find it yet."""
     if not isinstance(subject, VllmSubject):
         pytest.skip("no front end that adds requests later")
-    llm, gate = subject.engine._llm, asyncio.Event()
+    llm, gate = subject.engine._core, asyncio.Event()
     sample, requests = llm.sample, [request_of(50 + index, prompt=LONG_PROMPT) for index in range(4)]
     await subject.engine.generate(request_of(0, prompt=LONG_PROMPT))
 
@@ -513,7 +513,7 @@ async def test_an_engine_that_is_paused_stays_paused_over_an_update(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests wait, too, though they begin anew: a busy machine asks often that they are given up for that."""
-    monkeypatch.setattr("rlhpc.generation.vllm_engine.ABORT_AGAIN_S", 0.0)
+    monkeypatch.setattr("rlhpc.generation.engine.ABORT_AGAIN_S", 0.0)
     await subject.engine.pause()
     running = [asyncio.create_task(subject.engine.generate(request_of(index))) for index in range(8)]
     await subject.update(subject.engine.policy_version + 1)

@@ -19,7 +19,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash
 from rlhpc.config.tables_models import RewardModelConfig
 from rlhpc.generation.factory import service_settings
-from rlhpc.generation.pooling_engine import VllmPoolingEngine
+from rlhpc.generation.vllm_engine import VllmPoolingEngine
 from rlhpc.protocol.errors import EngineError
 from rlhpc.rewards.pool import Judgement, RewardPool
 from rlhpc.rewards.task_settings import VARIABLE, TaskSettings

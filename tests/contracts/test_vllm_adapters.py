@@ -128,7 +128,7 @@ async def test_the_checksum_is_of_the_slot_too(subject: PaddedSubject) -> None:
     held = (await subject.update(2)).held
     assert (await subject.update(2)).held == held
     next(iter(slot_of(subject).tensors())).view(torch.int32).view(-1)[5] ^= 1
-    (part,) = await subject.engine._llm.collective_rpc("rlhpc_held_checksum")  # type: ignore[attr-defined]
+    (part,) = await subject.engine._core.collective_rpc("rlhpc_held_checksum")  # type: ignore[attr-defined]
     assert held is not None
     assert part[0] != held.value
 

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhpc.config.rules import with_values
-from rlhpc.generation import vllm_engine
-from rlhpc.generation.vllm_core import CoreThread
+from rlhpc.generation import engine
+from rlhpc.generation.running_core import CoreThread
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import FinishReason, Rollout
@@ -119,7 +119,7 @@ async def test_weights_of_which_vllm_would_make_up_a_part_are_refused(tmp_path: 
 
 async def test_the_engines_processes_are_spawned_whatever_the_users_environment_says(subject: SharpSubject) -> None:
     engines = [child for child in living_children() if "spawn_main" in " ".join(child.cmdline())]
-    if isinstance(subject.engine._llm, CoreThread):
+    if isinstance(subject.engine._core, CoreThread):
         assert not engines
         return
     assert engines
@@ -164,7 +164,7 @@ async def test_an_engine_whose_core_answers_nothing_is_given_up_and_killed(
     before = set(living_children())
     made = await SharpSubject.start(tmp_path, family="qwen2", tied=True, is_apart=True)
     own = [child for child in living_children() if child not in before]
-    monkeypatch.setattr(vllm_engine, "ANSWER_S", 1.0)
+    monkeypatch.setattr(engine, "ANSWER_S", 1.0)
     made.engine._config = with_values(made.engine._config, {"weights.timeout_s": 0.5})
     assert own
     try:

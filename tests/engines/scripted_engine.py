@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import Decode, PromptTokenizer, StopSearch, no_text
-from rlhpc.generation.vllm_requests import FinishedRequest, PromptScores, piece_of, rollout_of, row_score, searched
+from rlhpc.generation.requests import FinishedRequest, PromptScores, piece_of, rollout_of, row_score, searched
 from rlhpc.metrics.meters import BusyClock
 from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightReceiver, WeightTiming
 from rlhpc.protocol.errors import EngineError, GroupFailed, TornWeights

@@ -33,7 +33,8 @@ def main() -> int:
                 importlib.import_module(module.name)
     print(f"torch {torch.__version__}; after all imports: {_state()}")
     trouble += ["an import initialises CUDA"] * torch.cuda.is_initialized()
-    from rlhpc.generation.vllm_start import device_here, engine_profile
+    from rlhpc.generation.running_core import device_here
+    from rlhpc.generation.vllm_start import engine_profile
 
     device = device_here()
     profile = engine_profile(dry_config(), seed=0, device="cuda")

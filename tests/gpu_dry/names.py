@@ -35,11 +35,11 @@ def complaints(library: Library, uses: list[Use]) -> list[str]:
 
 def _expected_of_the_worker(root: Path) -> list[Use]:
     """Attributes that the extension declares for the worker it is mixed into."""
-    name = "rlhpc/generation/weight_updates.py"
+    name = "rlhpc/generation/vllm_worker.py"
     (extension,) = (
         node
         for node in ast.walk(ast.parse((root / name).read_text()))
-        if isinstance(node, ast.ClassDef) and node.name == "WeightUpdateExtension"
+        if isinstance(node, ast.ClassDef) and node.name == "VllmWorkerExtension"
     )
     declared = [
         each

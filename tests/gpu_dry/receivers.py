@@ -35,21 +35,15 @@ def receivers() -> dict[str, Receivers]:
                 "self._llm": LLM,
                 "answer": ("vllm.outputs.RequestOutput",),
                 "completion": COMPLETION,
+                "flat": ("vllm.logprobs.FlatLogprobs",),
+                "vllm_config": ("vllm.config.VllmConfig",),
+                "model": ("vllm.config.ModelConfig",),
+                "cache": ("vllm.config.CacheConfig",),
             },
             nothing,
         ),
-        "rlhpc/generation/vllm_start.py": Receivers(
-            {
-                "vllm_config": ("vllm.config.VllmConfig",),
-                "vllm_config.model_config": ("vllm.config.ModelConfig",),
-                "cache": ("vllm.config.CacheConfig",),
-            },
-            {"profile.engine_args": engine_arguments()},
-        ),
-        "rlhpc/generation/vllm_requests.py": Receivers(
-            {"completion": COMPLETION, "flat": ("vllm.logprobs.FlatLogprobs",)}, nothing
-        ),
-        "rlhpc/generation/weight_updates.py": Receivers({"self.model_runner": RUNNERS}, nothing),
+        "rlhpc/generation/vllm_start.py": Receivers({}, {"profile.engine_args": engine_arguments()}),
+        "rlhpc/generation/vllm_worker.py": Receivers({"self.model_runner": RUNNERS}, nothing),
         "rlhpc/training/deepspeed/engine.py": Receivers(
             {"get_accelerator()": ("deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator",)}, nothing
         ),

@@ -33,7 +33,7 @@ from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.record_source import reference_of
 from rlhpc.data.tokenizer import PromptTokenizer, answer_of
 from rlhpc.environments.dialogue import Dialogue, Environment, FinishedDialogue, Template, TurnsTaken, turn_request
-from rlhpc.generation.vllm_requests import prefix_of, prefix_of_failed, prefix_up_to
+from rlhpc.generation.requests import prefix_of, prefix_of_failed, prefix_up_to
 from rlhpc.metrics.meters import Rate
 from rlhpc.protocol.contracts import ClientChannel, Clock, GenerationEngine
 from rlhpc.protocol.errors import ChannelError, ChannelTimeout

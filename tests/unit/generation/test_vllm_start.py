@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from vllm.config.lora import MaxLoRARanks
 
 from rlhpc.config.rules import Config, with_values
-from rlhpc.generation import vllm_engine
+from rlhpc.generation import engine
+from rlhpc.generation.engine import EngineSilent, answered, comes
 from rlhpc.generation.factory import engine_seed, service_settings
-from rlhpc.generation.vllm_engine import EngineSilent, answered, comes
 from rlhpc.generation.vllm_start import CPU_KV_CACHE_BYTES, SEVERAL_WORKERS, WORKER_EXTENSION, card_args, engine_profile
 from rlhpc.models.adapter import ENGINE_RANKS
 from rlhpc.protocol.errors import EngineError
@@ -258,7 +258,7 @@ def test_a_seed_never_changes_with_a_release() -> None:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "ANSWER_S", 0.5)
+    monkeypatch.setattr(engine, "ANSWER_S", 0.5)
 
 
 async def test_an_answer_comes_through_and_so_does_an_error() -> None:

@@ -19,7 +19,7 @@ from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.environments.dialogue import Dialogue, FinishedDialogue, TurnsTaken
-from rlhpc.generation.vllm_requests import prefix_of
+from rlhpc.generation.requests import prefix_of
 from rlhpc.protocol.environment import TOOL_SCHEMAS, Environment, Message, Step
 from rlhpc.protocol.messages import TurnReply
 from rlhpc.protocol.types import FinishReason, Prefix, Prompt, Rollout, RolloutRequest, SamplingParams

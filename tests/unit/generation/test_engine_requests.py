@@ -1,4 +1,4 @@
-"""Requests in vLLM's terms: seeds, stop tokens, the version of each token, and the rollout that comes of them."""
+"""Requests: seeds, stop tokens, the version of each token, and the rollout that comes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.generation.vllm_requests import (
+from rlhpc.generation.requests import (
     FinishedRequest,
     VersionRecord,
     end_of_sequence_ids,

@@ -1,16 +1,15 @@
-"""A request in vLLM's terms: its sampling parameters, the versions of its tokens, and the resulting rollout.
+"""A request between its RolloutRequest and its Rollout: versions of its tokens, seeds, and what an engine has sampled.
 
-Input: RolloutRequest, and vLLM's output.  Output: vllm.SamplingParams; Rollout.
+Input: RolloutRequest, and an engine's tokens.  Output: Rollout.  Independent of the library that samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +29,15 @@ Number = TypeVar("Number", np.int32, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
+class PartialCompletion:
+    """Tokens that a core has sampled; the request may not have ended."""
+
+    token_ids: list[int]  # [n]
+    logprobs: Float32  # [n] natural log
+    finish_reason: str = "abort"
+
+
+@dataclass(frozen=True, slots=True)
 class FinishedRequest:
     """Tokens sampled after prompt and prefix."""
 
@@ -39,13 +47,10 @@ class FinishedRequest:
     reason: str  # as the engine names it: "stop", "length", "abort"
 
     @classmethod
-    def of_vllm(cls, completion: PartialCompletion, versions: Int32) -> FinishedRequest:
-        """Convert vLLM's output, requested with logprobs=0 and flat_logprobs."""
-        flat, logprobs = completion.logprobs, np.empty(0, np.float32)
-        if completion.token_ids:
-            logprobs = np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices)]
+    def of_part(cls, completion: PartialCompletion, versions: Int32) -> FinishedRequest:
+        """Join a core's completion, or a part of one, with the versions of its tokens."""
         tokens = np.asarray(completion.token_ids, np.int32)
-        return cls(token_ids=tokens, logprobs=logprobs, versions=versions, reason=completion.finish_reason)
+        return cls(tokens, completion.logprobs, versions, completion.finish_reason)
 
     @classmethod
     def nothing(cls, reason: str) -> FinishedRequest:
@@ -173,7 +178,7 @@ class VersionRecord:
 
 @dataclass(slots=True)
 class InFlight:
-    """The engine's record of a request that vLLM has, or is about to be given."""
+    """The engine's record of a request that its core has, or is about to be given."""
 
     request: RolloutRequest
     record: VersionRecord
@@ -182,15 +187,15 @@ class InFlight:
     is_aborted: bool = False  # by its caller
     begins_anew: bool = False  # had no token when weights changed: aborted by us, to be submitted again
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    came_back: asyncio.Event = field(default_factory=asyncio.Event)  # vLLM has returned a request that begins anew
+    came_back: asyncio.Event = field(default_factory=asyncio.Event)  # the core has returned a request that begins anew
     aborting: asyncio.Future[None] | None = None  # aborts a request that begins anew, until it has come back
 
     def submit(self, policy_version: int) -> None:
-        """Record that the request is passed to vLLM now, while this version is live."""
+        """Record that the request is passed to the core now, while this version is live."""
         self.record, self.is_submitted = VersionRecord(policy_version), True
 
     def begin_anew(self) -> None:
-        """Ignore vLLM's output and submit again: the prompt may be in the cache under an older version's name."""
+        """Ignore the core's output and submit again: the prompt may be in the cache under an older version's name."""
         self.begins_anew = True
         self.came_back.clear()
 
@@ -206,94 +211,22 @@ class InFlight:
         self.came_back.set()
 
 
-# --------------------------------------------------------------------------------------------------------- vllm request
-
-
-def vllm_sampling_params(
-    request: RolloutRequest,
-    model_stop_token_ids: Set[int],
-    run_seed: int | None = None,
-) -> Any:
-    """Parameters for the rest of a request after its prefix, which vLLM treats as part of the prompt.
-
-    run_seed: makes the draw reproducible for the same request; None: the engine's own randomness.
-    """
-    # vLLM is imported after its environment is set (vllm_start.py).
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = request.sampling
-    return SamplingParams(
-        max_tokens=sampling.max_tokens - request.num_done,
-        temperature=sampling.temperature,
-        # The whole distribution: log-probabilities over a part of it would be renormalised, unlike the trainer's, and
-        # every importance ratio would be too small by the factor of the kept mass.
-        top_p=1.0,
-        top_k=0,
-        stop_token_ids=sorted({*sampling.stop_token_ids, *model_stop_token_ids}),
-        ignore_eos=True,  # end-of-sequence tokens are among stop_token_ids: one rule instead of two
-        logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
-        detokenize=False,
-        seed=None if run_seed is None else sample_seed(run_seed, request),
-        # Cheaper than a stream, and vLLM keeps everything until the end.
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # not shared
-    )
-
-
-def scoring_params(top_k: int) -> Any:
-    """Parameters for scoring a row; the one token that vLLM samples after it is not used.
-
-    top_k: most likely tokens in each place, besides the row's own.
-    """
-    # As above.
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        prompt_logprobs=top_k,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+# ---------------------------------------------------------------------------------------------------- scores and seeds
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """vLLM's log-probabilities of a prompt, for every token but the first: of its own, then of the most likely."""
+    """Log-probabilities of a prompt, for every token but the first: of its own, then of the most likely."""
 
     token_ids: Int32  # [T − 1, 1 + k]
     logprobs: Float32  # [T − 1, 1 + k] natural log
     ranks: Int32  # [T − 1] of the prompt's own tokens
 
-    @classmethod
-    def of_flat(cls, flat: Any) -> PromptScores:
-        """Read vLLM's FlatLogprobs of a prompt, whose first token has none."""
-        starts = flat.start_indices[1:]
-        width = len(flat.token_ids) // max(1, len(starts))
-        return cls(
-            np.asarray(flat.token_ids, np.int32).reshape(len(starts), width),
-            np.asarray(flat.logprobs, np.float32).reshape(len(starts), width),
-            np.asarray([flat.ranks[start] for start in starts], np.int32),
-        )
-
-    @classmethod
-    def of_tensors(cls, tensors: Any) -> PromptScores:
-        """Read the core's own tensors, vLLM's LogprobsTensors."""
-        return cls(
-            tensors.logprob_token_ids.numpy().astype(np.int32),
-            tensors.logprobs.float().numpy(),
-            tensors.selected_token_ranks.numpy().astype(np.int32),
-        )
-
 
 def row_score(version: int, scores: PromptScores | None, token_ids: Int32, top_k: int) -> RowScore:
     """Return the scores with the row's first token, which has none.  Raises EngineError if some lack."""
     if scores is None or len(scores.logprobs) != len(token_ids) - 1 or scores.logprobs.shape[1] <= top_k:
-        raise EngineError(f"vLLM gave no log-probabilities for a row of {len(token_ids)} tokens")
+        raise EngineError(f"the engine gave no log-probabilities for a row of {len(token_ids)} tokens")
 
     def with_first(found: NDArray[Number]) -> NDArray[Number]:
         return np.concatenate([np.zeros_like(found, shape=(1, *found.shape[1:])), found])
@@ -318,20 +251,3 @@ def end_of_sequence_ids(model: Path) -> frozenset[int]:
             ids = json.loads(path.read_text()).get("eos_token_id")
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return frozenset(found)
-
-
-@dataclass(frozen=True, slots=True)
-class FlatPart:
-    """Log-probabilities of some tokens, in the form of vLLM's flat log-probabilities."""
-
-    logprobs: list[float]
-    start_indices: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class PartialCompletion:
-    """The fields of vLLM's CompletionOutput that we read; the request may not have ended."""
-
-    token_ids: list[int]
-    logprobs: Any  # flat
-    finish_reason: str = "abort"
