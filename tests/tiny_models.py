@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForSequenceClassification,
@@ -28,12 +29,19 @@ VOCABULARY = {
 PLAIN = ("qwen2", "qwen3", "llama", "qwen3_moe")
 # Of these biases, norms and the like are drawn, too: transformers begins with zeros and ones.
 OTHERS = ("mistral", "olmo3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-FAMILIES = PLAIN + OTHERS
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # a Gated DeltaNet in every layer but each second
+WRAPPED = ("qwen3_5", "qwen3_5_moe")  # the last two inside a model that also sees; the mixture's experts stacked
+FAMILIES = PLAIN + OTHERS + HYBRIDS + WRAPPED
 # All others can share head and embedding, and do by default.
 UNTIED = ("olmo3", "mistral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NUM_EXPERTS = 8
 WINDOW = 8  # tokens of sliding windows, in every second layer; Mistral in every layer
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
+# vLLM's kernels for CPUs know heads of 64 and of 128.
+DELTA_NET = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64,
+             "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}  # fmt: skip
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_position_embeddings": 16,
+          "patch_size": 4}  # fmt: skip
 # 512 + 64 are the only sizes of latents that vLLM's kernel for CPUs knows.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 48}
 
@@ -72,17 +80,19 @@ def make_tiny_checkpoint(
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
     }
-    config = AutoConfig.for_model(
-        family, **sizes | _particular_to(family, hidden, layers, sizes["num_attention_heads"]) | settings
-    )
+    sizes |= _particular_to(family, hidden, layers, sizes["num_attention_heads"]) | settings
+    if family in WRAPPED:
+        whole = {key: sizes[key] for key in ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")}
+        sizes = whole | {"text_config": sizes, "vision_config": VISION | {"out_hidden_size": hidden}}
+    config = AutoConfig.for_model(family, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = (AutoModelForImageTextToText if family in WRAPPED else AutoModelForCausalLM).from_config(config)
         if family not in PLAIN:
             _draw_constants(model)
     for parameter in model.parameters():  # not buffers: corrections of routers are float32 in every checkpoint
         parameter.data = parameter.data.to(dtype)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, save_original_format=family not in WRAPPED)
     make_character_tokenizer().save_pretrained(directory)
     return directory
 
@@ -137,6 +147,9 @@ def _particular_to(family: str, hidden: int, layers: int, heads: int) -> dict[st
     experts = {"num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": hidden}
     many = experts | {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "routed_scaling_factor": 1.5}
     latent = LATENT | {"num_key_value_heads": heads} | many
+    kinds = [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)]
+    hybrid = DELTA_NET | {"head_dim": 32, "layer_types": kinds}
+    mixed = experts | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": hidden}
     of_family: dict[str, dict[str, Any]] = {
         "qwen3": {"head_dim": 32},
         "qwen3_moe": {"head_dim": 32, "num_experts": NUM_EXPERTS} | experts,
@@ -152,6 +165,11 @@ def _particular_to(family: str, hidden: int, layers: int, heads: int) -> dict[st
         "deepseek_v3": latent | {"q_lora_rank": 32, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
                                  "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
         "glm4_moe_lite": latent | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},
+        "qwen3_next": hybrid | mixed,
+        "qwen3_5_text": hybrid,
+        "qwen3_5_moe_text": hybrid | mixed,
+        "qwen3_5": hybrid,
+        "qwen3_5_moe": hybrid | mixed,
     }  # fmt: skip
     return of_family.get(family, {})
 
