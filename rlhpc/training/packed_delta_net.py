@@ -68,14 +68,14 @@ class ConvolutionPlan:
 
 
 @dataclass(frozen=True)
-class ChunkPlan(Padding):
+class DeltaPlan(Padding):
     """The chunks of a row's segments, ordered by their number in the segment, then by the segment's length."""
 
     chunk_tokens: int
     steps: tuple[int, ...]  # chunks in each step of the scan; never more than in the step before
 
     @classmethod
-    def of(cls, segments: SegmentPlan) -> ChunkPlan:
+    def of(cls, segments: SegmentPlan) -> DeltaPlan:
         """Plan chunks of CHUNK_TOKENS, or shorter ones where all segments are short."""
         starts, ends = segments.borders[:-1].astype(np.int64), segments.borders[1:].astype(np.int64)
         size = min(CHUNK_TOKENS, max(SHORTEST_CHUNK, 1 << (segments.max_tokens - 1).bit_length()))
@@ -193,7 +193,7 @@ def packed_delta_rule(
         borders = segments.cu_seqlens.long()
         output: Tensor = kernel(*row, use_qk_l2norm_in_kernel=True, cu_seqlens=borders)[0]
         return output[0]
-    plan = segments.derived(ChunkPlan.of)
+    plan = segments.derived(DeltaPlan.of)
     query, key = (tensor.float() for tensor in (query, key))
     query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPSILON) for each in (query, key))
     query = query * query.shape[-1] ** -0.5
@@ -204,7 +204,7 @@ def packed_delta_rule(
 
 
 class _Chunks(NamedTuple):
-    """Chunks in the order of a ChunkPlan; queries are scaled."""
+    """Chunks in the order of a DeltaPlan; queries are scaled."""
 
     query: Tensor  # [N, A, C, Dk]
     key: Tensor  # [N, A, C, Dk]
@@ -213,7 +213,7 @@ class _Chunks(NamedTuple):
     beta: Tensor  # [N, A, C, 1]
 
 
-def _chunked(row: Tensor, plan: ChunkPlan) -> Tensor:
+def _chunked(row: Tensor, plan: DeltaPlan) -> Tensor:
     """[T, A, D] → [N, A, C, D]."""
     return pad(row, plan).view(plan.num_chunks, plan.chunk_tokens, *row.shape[1:]).transpose(1, 2)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, OlmoHybridConfig
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.packed_attention import SegmentPlan
-from rlhpc.training.packed_delta_net import CHUNK_TOKENS, ChunkPlan, packed_convolution, packed_delta_rule
+from rlhpc.training.packed_delta_net import CHUNK_TOKENS, DeltaPlan, packed_convolution, packed_delta_rule
 
 CPU = torch.device("cpu")
 ROWS = [(1,), (3, 1, 2), (CHUNK_TOKENS,), (CHUNK_TOKENS + 1, 1, CHUNK_TOKENS - 1), (150, 5, 2 * CHUNK_TOKENS, 70)]
@@ -92,7 +92,7 @@ def test_the_convolution_sees_no_other_segment(lengths: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("lengths", ROWS)
 def test_every_token_has_one_place_and_a_scan_is_as_long_as_the_longest_segment(lengths: tuple[int, ...]) -> None:
-    plan = ChunkPlan.of(plan_of(lengths))
+    plan = DeltaPlan.of(plan_of(lengths))
     tokens = torch.arange(sum(lengths))
     assert torch.equal(plan.gather[plan.scatter], tokens)
     assert len(plan.scatter.unique()) == len(tokens)
