@@ -20,7 +20,7 @@ from launch.common.text import counted
 from rlhpc.base.processes import child_command, child_environment
 from rlhpc.data.record_source import cached
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.models.shape import FAMILIES, LAYER_TYPES
+from rlhpc.models.shape import FAMILIES, LAYER_TYPES, WRAPPED, language_model
 from rlhpc.models.weights import INDEX, ONE_FILE, object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
 
@@ -161,14 +161,14 @@ _NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
 
 
 def read_model(directory: Path, key: str = "model.path", *, has_words: bool = True) -> dict[str, Any]:
-    """config.json of a checkpoint whose files are whole and fit it.  Raises ConfigError.
+    """config.json of a checkpoint whose files are whole and fit it, as language_model has it.  Raises ConfigError.
 
     has_words: False of a model without a head for tokens, such as a reward model.
     """
     value = f"{key}={str(directory)!r}"
     _refuse_incomplete(directory, value)
     place = directory / "config.json"
-    document = object_in(place)
+    document = language_model(object_in(place))
     _refuse_sizes(document, place)
     if has_words:
         refuse_other_weights(directory, document)
@@ -270,7 +270,8 @@ def refuse_untrainable(model: Mapping[str, Any], place: Path) -> None:
     family, architectures = model["model_type"], model.get("architectures") or ()
     if not architectures:
         raise ConfigError(f'{place}: no architectures, by which engines know the model; legal: ["…ForCausalLM"]')
-    if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+    endings = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if family in WRAPPED else ()))
+    if not any(str(name).endswith(endings) for name in architectures):
         raise ConfigError(
             f"{place}: architectures={list(architectures)}, of model_type={family!r}: not a causal language model; "
             "legal: one that ends in ForCausalLM"

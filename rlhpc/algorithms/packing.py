@@ -57,8 +57,27 @@ class FlopCost:
         head_dim = _count(config, "head_dim", default=hidden // heads)
         attention = 2 * hidden * head_dim * (heads + key_heads)
         mlp = sum(_mlp_weights(config, layer, hidden) for layer in range(layers))
-        weights = layers * attention + mlp + hidden * _count(config, "vocab_size")
-        return cls(linear=2.0 * weights, quadratic=2.0 * layers * heads * head_dim)
+        recurrent = _recurrent_layers(config, layers)
+        attention += hidden * head_dim * heads * bool(recurrent)  # such models gate the output of their attention
+        attending = layers - recurrent
+        weights = attending * attention + recurrent * _recurrent_weights(config, hidden)
+        weights += mlp + hidden * _count(config, "vocab_size")
+        return cls(linear=2.0 * weights, quadratic=2.0 * attending * heads * head_dim)
+
+
+def _recurrent_layers(config: Mapping[str, Any], layers: int) -> int:
+    """Number of Gated DeltaNet layers."""
+    if "linear_num_value_heads" not in config:
+        return 0
+    kinds = config.get("layer_types")
+    return kinds.count("linear_attention") if kinds else layers - layers // config.get("full_attention_interval", 4)
+
+
+def _recurrent_weights(config: Mapping[str, Any], hidden: int) -> int:
+    """Weights of a Gated DeltaNet that one token passes, and what it costs to read and write its state."""
+    heads, size = _count(config, "linear_num_value_heads"), _count(config, "linear_value_head_dim")
+    keys = _count(config, "linear_num_key_heads") * (key_size := _count(config, "linear_key_head_dim"))
+    return hidden * (2 * keys + 3 * heads * size + 2 * heads) + 3 * heads * key_size * size
 
 
 def _mlp_weights(config: Mapping[str, Any], layer: int, hidden: int) -> int:

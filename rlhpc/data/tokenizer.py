@@ -443,7 +443,8 @@ class PromptTokenizer:
         """eos_token_id of generation_config.json and config.json, unchecked, in any order."""
         found: list[object] = []
         for name in ("generation_config.json", "config.json"):
-            ids = self._read_json(name).get("eos_token_id")
+            settings = self._read_json(name)
+            ids = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
             found += ids if isinstance(ids, list) else [] if ids is None else [ids]
         return found
 

@@ -248,6 +248,7 @@ def end_of_sequence_ids(model: Path) -> frozenset[int]:
     for name in ("config.json", "generation_config.json"):
         path = model / name
         if path.exists():
-            ids = json.loads(path.read_text()).get("eos_token_id")
+            settings = json.loads(path.read_text())
+            ids = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return frozenset(found)

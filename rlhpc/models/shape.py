@@ -164,6 +164,17 @@ def _must_divide(key: str, value: int, number: int, name: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- model shape
 
+TEXT = "text_config"  # table of config.json that describes the language model inside one that also sees
+WRAPPED = {"qwen3_5", "qwen3_5_moe"}  # model_type of those whose language model alone is trained and sampled from
+INNER = "language_model"  # its place in the names of tensors: model.language_model.layers.…
+
+
+def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Content of config.json; of a model that also sees, with the keys of its language model, for which it has none."""
+    inner = config.get(TEXT)
+    return {**(inner if isinstance(inner, Mapping) else {}), **config}
+
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -32,6 +32,8 @@ from rlhpc.models.adapter import (
     projection_of,
     settings_of,
 )
+from rlhpc.models.shape import INNER, TEXT, language_model
+from rlhpc.models.weights import read_header, weight_files
 from rlhpc.protocol.contracts import TrainerBackend
 from rlhpc.protocol.errors import CheckpointError, ConfigError
 from rlhpc.protocol.types import TensorSpec
@@ -78,7 +80,11 @@ def export_hf(
             specs, tensors = _with_adapters(checkpoint, kind, model_dir, source, dtype)
         else:
             untrained = _untrained(model_dir, [spec.name for spec in checkpoint.specs])
-            specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
+            wide = _float32_in(model_dir)
+            specs = [
+                TensorSpec(spec.name, "float32" if spec.name in wide else dtype, spec.shape)
+                for spec in checkpoint.specs
+            ]
             trained = _rounded(checkpoint.verified_tensors(kind), tuple(specs))
             specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
             tensors = chain(trained, untrained.values())
@@ -140,6 +146,7 @@ def _dtype_of(config_file: Path) -> str:
         raise ConfigError(f"{config_file}: cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{config_file}: holds no JSON object")
+    config = language_model(config)
     dtype = next((config[key] for key in DTYPE_KEYS if config.get(key)), "float32")
     if dtype not in DTYPES:
         raise ConfigError(f"{config_file}: dtype={dtype!r}; legal: {', '.join(DTYPES)}")
@@ -149,16 +156,29 @@ def _dtype_of(config_file: Path) -> str:
 def _untrained(model_dir: Path, trained: Sequence[str]) -> dict[str, Tensor]:
     """Other tensors on disk of modules with trained ones: correction biases of routers (GLM 4.5), scales of layers.
 
-    Without tied heads and modules without trained tensors, such as layers for multi-token prediction.
+    Also what stands beside a language model inside a larger one: what it sees by.  Without tied heads and modules
+    without trained tensors, such as layers for multi-token prediction.
     Raises ConfigError.
     """
     if not any(model_dir.glob("*.safetensors")):  # deleted since
         return {}
     modules = {name[:end] for name in trained for end, sign in enumerate(name) if sign == "."}
+    inner = f".{INNER}."
+    around = {f"{name.partition(inner)[0]}." for name in trained if inner in name}
     with TensorSource.of_model(model_dir) as source:
-        names = sorted(name for name in source.names - set(trained) if name.rpartition(".")[0] in modules)
+        others = source.names - set(trained)
+        beside = {name for name in others if inner not in name and name.startswith(tuple(around))}
+        names = sorted(beside | {name for name in others if name.rpartition(".")[0] in modules})
         tensors = {name: source.read(name).clone() for name in names}
     return {name: tensor for name, tensor in tensors.items() if _word(tensor.dtype) in DTYPES}
+
+
+def _float32_in(model_dir: Path) -> set[str]:
+    """Tensors that the model has in float32, where others are narrower: they stay so (decays of Qwen3.5)."""
+    if not any(model_dir.glob("*.safetensors")):
+        return set()
+    stored = {name: each.dtype for file in weight_files(model_dir) for name, each in read_header(file).items()}
+    return {name for name, dtype in stored.items() if dtype == "F32"} if len({*stored.values()}) > 1 else set()
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -198,6 +218,8 @@ def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
             config = json.loads(path.read_bytes())
             # Under the existing spelling: readers of the old one need not know the other.
             config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], dtype)
+            if TEXT in config:
+                config[TEXT] |= {key: dtype for key in DTYPE_KEYS if key in config[TEXT]}
             (out_dir / path.name).write_text(json.dumps(config, indent=2), encoding="utf-8")
         else:
             shutil.copyfile(path, out_dir / path.name)

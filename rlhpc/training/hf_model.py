@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.config.rules import Config
-from rlhpc.models.shape import LAYER_TYPES
+from rlhpc.models.shape import INNER, LAYER_TYPES, TEXT, WRAPPED
 from rlhpc.models.weights import object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
@@ -65,6 +65,11 @@ AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
 # name, which its name on disk has not:
 #
 #     ….mlp.experts.gate_up_proj@ [E, H, 2·I]  →  ….mlp.experts.gate_up_proj
+#
+# Of a checkpoint that also sees (Qwen3.5), transformers loads the language model alone, under shorter names; modules
+# get those on disk back, so that parameters, layers with adapters and exports have them:
+#
+#     model.layers.0.…  →  model.language_model.layers.0.…
 #
 # Adapters of experts are one tensor for each projection, too (lora.py):
 #
@@ -113,6 +118,33 @@ def name_of(parameter: str, stored: Container[str]) -> str:
     """The name for on_disk of a module's parameter; stored: the tensors of the checkpoint."""
     is_as_it_is = parameter.endswith((_GATE_UP, _DOWN)) and parameter in stored
     return parameter + _AS_IT_IS if is_as_it_is else parameter
+
+
+class InnerTrunk(nn.Module):
+    """A trunk as part of one that also sees; answers for it."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        setattr(self, INNER, trunk)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look a name up here, then in the trunk."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(INNER), name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Call the trunk."""
+        return getattr(self, INNER)(*args, **options)
+
+
+def name_as_stored(module: Any, stored: Container[str]) -> None:
+    """Nest the trunk of a language model that is part of a larger checkpoint, so that its names are those on disk."""
+    prefix = module.base_model_prefix
+    first = next(name for name, _ in module.named_parameters() if name.startswith(f"{prefix}."))
+    if first not in stored and first.replace(prefix, f"{prefix}.{INNER}", 1) in stored:
+        setattr(module, prefix, InnerTrunk(module.base_model))
 
 
 def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -206,6 +238,11 @@ def load_causal_lm(
     except (OSError, ValueError, RuntimeError) as error:  # the last for tensors of other shapes
         raise ConfigError(f"model.path={path}: transformers cannot load this model: {error}") from error
     _refuse_made_up(loaded, path)
+    if TEXT in module.config.to_dict():
+        raise ConfigError(
+            f"model.path={path}: {type(module).__name__} also sees, and its language model is not trained alone; "
+            f"legal: a language model, or model_type {' or '.join(sorted(WRAPPED))}"
+        )
     layer_types = set(getattr(module.config, "layer_types", None) or {"full_attention"})
     if unknown := layer_types - LAYER_TYPES:
         raise ConfigError(
@@ -263,6 +300,7 @@ def _refuse_made_up(loaded: Mapping[str, Any], path: Path) -> None:
 
 def _without_logits(module: Any, path: Path) -> CausalLM:
     stored = names_in_files(path)
+    name_as_stored(module, stored)
     softcap = getattr(module.config, "final_logit_softcapping", None)
     return CausalLM(
         module=module,

@@ -38,6 +38,7 @@ from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.lost_leases import LostLeaseFile
 from rlhpc.buffer.prefixes import PartialIntake, PartialLog
 from rlhpc.config.rules import Config
+from rlhpc.models.shape import language_model
 from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import (
     ChannelError,
@@ -156,7 +157,7 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
 def _cost_of(config: Config) -> FlopCost:
     """Cost of a row in FLOPs, by the model's config.json."""
     path = config.model.path / "config.json"
-    return FlopCost.from_hf_config(json.loads(patiently(path.read_bytes, path)))
+    return FlopCost.from_hf_config(language_model(json.loads(patiently(path.read_bytes, path))))
 
 
 @dataclass(kw_only=True, eq=False)

@@ -30,6 +30,7 @@ from rlhpc.base.files import rename, sync_directory, write_atomically
 from rlhpc.base.patience import patiently, patiently_awaited
 from rlhpc.config.rules import Config
 from rlhpc.data.demonstrations import open_demonstrations
+from rlhpc.models.shape import language_model
 from rlhpc.protocol.contracts import Clock, ServerChannel
 from rlhpc.protocol.errors import ChannelError, CheckpointError, ConfigError, RoleFailed
 from rlhpc.protocol.messages import (
@@ -311,7 +312,7 @@ def assemble(context: RoleContext, control: ServerChannel, batches: ServerChanne
     state = patiently(partial(open_stage_state, context, awake), layout.root)
     demonstrations = patiently(partial(open_demonstrations, config), layout.root)
     path = config.model.path / "config.json"
-    cost = FlopCost.from_hf_config(json.loads(patiently(path.read_bytes, path)))
+    cost = FlopCost.from_hf_config(language_model(json.loads(patiently(path.read_bytes, path))))
     registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, clock=awake, code=context.code)
     trainer = TrainerLink(batches)
     guarding = Guarding(
