@@ -90,8 +90,10 @@ def make_tiny_checkpoint(
         model = (AutoModelForImageTextToText if family in WRAPPED else AutoModelForCausalLM).from_config(config)
         if family not in PLAIN:
             _draw_constants(model)
-    for parameter in model.parameters():  # not buffers: corrections of routers are float32 in every checkpoint
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():
+        # Not buffers, nor decays of Gated DeltaNets: corrections of routers, and they, are float32 in every checkpoint.
+        if not name.endswith(".A_log"):
+            parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory, save_original_format=family not in WRAPPED)
     make_character_tokenizer().save_pretrained(directory)
     return directory
