@@ -6,10 +6,12 @@ The vocabulary is <pad>, <bos>, <eos>, <unk>, newline and printable ASCII: 100 t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -36,7 +38,8 @@ FAMILIES = PLAIN + OTHERS + HYBRIDS + WRAPPED
 UNTIED = ("olmo3", "mistral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NUM_EXPERTS = 8
 WINDOW = 8  # tokens of sliding windows, in every second layer; Mistral in every layer
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512,
+        "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 # vLLM's kernels for CPUs know heads of 64 and of 128.
 DELTA_NET = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64,
              "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}  # fmt: skip
@@ -96,6 +99,25 @@ def make_tiny_checkpoint(
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory, save_original_format=family not in WRAPPED)
     make_character_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def pack_experts(directory: Path, seed: int = 0) -> Path:
+    """Give a gpt-oss checkpoint experts in MXFP4, as it is published: drawn anew, about as large as those it had."""
+    file, generator = directory / "model.safetensors", torch.Generator().manual_seed(seed)
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            120, 124, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator
+        )
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_bytes())
+    config |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

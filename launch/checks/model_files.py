@@ -21,7 +21,7 @@ from rlhpc.base.processes import child_command, child_environment
 from rlhpc.data.record_source import cached
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.models.shape import FAMILIES, LAYER_TYPES, WRAPPED, language_model
-from rlhpc.models.weights import INDEX, ONE_FILE, object_in, refuse_other_weights
+from rlhpc.models.weights import INDEX, ONE_FILE, is_mxfp4, object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
 
 # -------------------------------------------------------------------------------------------------------- other loaders
@@ -153,8 +153,6 @@ _SIZES = (
 )  # fmt: skip
 # Features that the trainer does not compute: keys of config.json, and their values without effect.
 _NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
-    "attn_logit_softcapping": (None, 0),
-    "final_logit_softcapping": (None, 0),
     "logits_scaling": (None, 1),
     "logit_scale": (None, 1),
 }
@@ -261,7 +259,8 @@ def _refuse_sizes(model: Mapping[str, Any], place: Path) -> None:
 
 def refuse_untrainable(model: Mapping[str, Any], place: Path) -> None:
     """Raise ConfigError for models that every trainer backend would refuse after loading, judged by config.json."""
-    if quantised := model.get("quantization_config"):
+    quantised = model.get("quantization_config")
+    if quantised and not is_mxfp4(model):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
         raise ConfigError(
             f"{place}: quantization_config has quant_method={method!r}: quantised weights are not trained; legal: the "

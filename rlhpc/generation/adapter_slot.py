@@ -30,11 +30,11 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from rlhpc.generation.adapter_tensors import POLICY, Pair, fitting_pairs, pairs_of
-from rlhpc.generation.vllm_start import FOUR_BITS
+from rlhpc.generation.vllm_start import FOUR_BITS, MXFP4
 from rlhpc.models.adapter import is_quantised
 from rlhpc.protocol.errors import GroupFailed
 from rlhpc.protocol.types import WeightManifest
-from rlhpc.weights.four_bits import in_four_bits, unpacked
+from rlhpc.weights.four_bits import from_mxfp4, in_four_bits, unpacked
 
 NUM_MATRICES, DOWN = 3, 1  # of an expert, in vLLM's order: gate, down, up
 WARM_UP_RANK = 1  # of the zeros that it is registered with; vLLM keeps them in host memory
@@ -291,3 +291,25 @@ class FourBitLoader(DefaultModelLoader):
             if weight.dim() == 2 and is_quantised(name.removesuffix(".weight")):
                 weight = unpacked(*in_four_bits(weight.to(device, model_config.dtype)))
             yield name, weight
+
+
+@register_model_loader(MXFP4)
+class Mxfp4Loader(DefaultModelLoader):
+    """Loads gpt-oss as the trainer reads it: experts in MXFP4 as bfloat16, to which versions are as large."""
+
+    def __init__(self, load_config: Any) -> None:
+        """Reads files as vLLM does by default."""
+        super().__init__(replace(load_config, load_format="auto"))
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor of the checkpoint; blocks and scales of a matrix as one."""
+        halves: dict[str, dict[str, Tensor]] = {}
+        for name, weight in super().get_all_weights(model_config, model):
+            whole, _, half = name.rpartition("_")
+            if half not in ("blocks", "scales"):
+                yield name, weight
+                continue
+            pair = halves.setdefault(whole, {})
+            pair[half] = weight
+            if len(pair) == 2:
+                yield whole, from_mxfp4(**halves.pop(whole))

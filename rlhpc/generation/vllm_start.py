@@ -31,7 +31,7 @@ from rlhpc.protocol.errors import EngineError
 
 
 WORKER_EXTENSION = "rlhpc.generation.vllm_worker.VllmWorkerExtension"
-FOUR_BITS = "rlhpc_nf4"  # load format of quantised_base.py
+FOUR_BITS, MXFP4 = "rlhpc_nf4", "rlhpc_mxfp4"  # load formats of adapter_slot.py
 SEVERAL_WORKERS = "rlhpc.generation.vllm_worker.ShieldedExecutor"
 CPU_KV_CACHE_BYTES = 256 << 20
 CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
@@ -93,10 +93,11 @@ def engine_profile(
     is_apart: bool = False,
     adapted: Iterable[str] = (),
     num_adapters: int = 1,
+    is_mxfp4: bool = False,
 ) -> EngineProfile:
     """The profile of one replica.  device: "cpu" or "cuda".  is_apart: in processes of its own on any device.
 
-    adapted: modules with adapters, of which it holds num_adapters at once.
+    adapted: modules with adapters, of which it holds num_adapters at once.  is_mxfp4: so is the checkpoint.
     Raises EngineError if run.deterministic=true is impossible on the device.
     """
     is_cpu = device == "cpu"
@@ -117,6 +118,9 @@ def engine_profile(
         engine_args |= _adapter_args(config, names, num_adapters)
         if config.lora.quantization != "off":
             engine_args["load_format"] = FOUR_BITS
+    if is_mxfp4:
+        engine_args["load_format"] = MXFP4
+        engine_args["hf_overrides"] = {**engine_args["hf_overrides"], "quantization_config": None}
     return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
 
 

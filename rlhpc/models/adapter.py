@@ -151,6 +151,11 @@ def refuse_unserved_adapters(
             f"lora.targets={targets}: vLLM gives the head of a model no adapter that has more than {_MOST_TOKENS} "
             f"tokens, and this one has {vocabulary}; legal: other lora.targets"
         )
+    elif absorbed := sorted(name for name in layers if name.endswith(".kv_b_proj")):
+        why = (
+            f"lora.targets={targets}: vLLM multiplies {absorbed[0]} into other matrices of latent attention when it "
+            "starts, and would ignore an adapter of it; legal: other lora.targets"
+        )
     elif device == "cpu" and num_experts(model):
         why = "weights.form='adapter': with adapters vLLM has no kernel for a mixture of experts on a CPU; legal: a GPU"
     elif device == "cuda" and dtype == "float32":

@@ -152,8 +152,8 @@ class ParallelLayout:
 
 
 def num_experts(model: Mapping[str, Any]) -> int:
-    """Experts per layer, 0 in a dense model; transformers 4 and 5 use different keys."""
-    return int(model.get("num_experts") or model.get("num_local_experts") or 0)
+    """Experts per layer, 0 in a dense model; transformers 4 and 5 use different keys, and so does DeepSeek."""
+    return int(model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0)
 
 
 def _must_divide(key: str, value: int, number: int, name: str) -> None:

@@ -82,6 +82,12 @@ _WRAPPERS: Mapping[str, str] = {
 StoredTensors = dict[str, tuple[StoredTensor, Path]]
 
 
+def is_mxfp4(model: Mapping[str, Any]) -> bool:
+    """True for a checkpoint whose experts are in MXFP4, which is read as bfloat16 (gpt-oss); model: config.json."""
+    quantised = model.get("quantization_config")
+    return isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
+
+
 def refuse_other_weights(
     directory: Path, model: Mapping[str, Any], others: Mapping[str, Sequence[int]] | None = None
 ) -> None:

@@ -47,6 +47,7 @@ from rlhpc.weights.four_bits import in_four_bits, unpacked
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers keeps all but the default one there
 SHARD_BYTES = 4 << 30
+CONFIG_FILE = "config.json"
 DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the second is the older spelling
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -169,8 +170,11 @@ def _untrained(model_dir: Path, trained: Sequence[str]) -> dict[str, Tensor]:
         others = source.names - set(trained)
         beside = {name for name in others if inner not in name and name.startswith(tuple(around))}
         names = sorted(beside | {name for name in others if name.rpartition(".")[0] in modules})
-        tensors = {name: source.read(name).clone() for name in names}
-    return {name: tensor for name, tensor in tensors.items() if _word(tensor.dtype) in DTYPES}
+        return {name: source.read(name).clone() for name in names if _stored_dtype(source, name) in DTYPES}
+
+
+def _stored_dtype(source: TensorSource, name: str) -> str:
+    return _word(source.read(name, index=(slice(0, 1),)).dtype)
 
 
 def _float32_in(model_dir: Path) -> set[str]:
@@ -214,15 +218,25 @@ def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
             shutil.copyfile(path, out_dir / CHAT_TEMPLATES / path.name)
     files = [path for path in model_dir.iterdir() if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES)]
     for path in sorted(files, key=lambda path: path.name == "config.json"):
-        if dtype is not None and path.name == "config.json":
-            config = json.loads(path.read_bytes())
-            # Under the existing spelling: readers of the old one need not know the other.
-            config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], dtype)
-            if TEXT in config:
-                config[TEXT] |= {key: dtype for key in DTYPE_KEYS if key in config[TEXT]}
-            (out_dir / path.name).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        if path.name == CONFIG_FILE:
+            _copy_config(path, out_dir / path.name, dtype)
         else:
             shutil.copyfile(path, out_dir / path.name)
+
+
+def _copy_config(file: Path, to: Path, dtype: str | None) -> None:
+    """Copy a config.json; dtype: to be set, if it differs.  What is trained is written unpacked (MXFP4)."""
+    config = json.loads(file.read_bytes())
+    is_packed = config.pop("quantization_config", None) is not None
+    if dtype is not None:
+        # Under the existing spelling: readers of the old one need not know the other.
+        config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], dtype)
+        if TEXT in config:
+            config[TEXT] |= {key: dtype for key in DTYPE_KEYS if key in config[TEXT]}
+    if is_packed or dtype is not None:
+        to.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    else:
+        shutil.copyfile(file, to)
 
 
 # ------------------------------------------------------------------------------------------------------------- adapters
@@ -278,7 +292,7 @@ def _with_adapters(
             f"{checkpoint.directory}: {absent[0]} is no tensor of {model_dir}: this head is the embedding, which has "
             "no adapter; export with --adapter"
         )
-    stored = {name: _word(source.read(name, index=(slice(0, 1),)).dtype) for name in source.names}
+    stored = {name: _stored_dtype(source, name) for name in source.names}
     usual = stored[next(iter(weights))]
     names = sorted(name for name in stored if stored[name] in DTYPES)
     specs = [TensorSpec(name, dtype if stored[name] == usual else stored[name], source.shape(name)) for name in names]
@@ -322,7 +336,6 @@ def _refuse_other_base(checkpoint: TrainerCheckpoint, model_dir: Path) -> None:
 # weights as its reference: the bits are the same, whatever layout wrote them.
 
 REFERENCE_DIRECTORY = "reference"  # beside the trainer's part of a checkpoint directory
-CONFIG_FILE = "config.json"
 
 
 def save_reference(backend: TrainerBackend, model_dir: Path, directory: Path) -> Future[dict[str, int]]:
@@ -348,7 +361,7 @@ def _write(backend: TrainerBackend, tensors: Iterator[Tensor], model_dir: Path, 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_hf_weights(directory, backend.tensor_specs(), tensors)
-        shutil.copyfile(model_dir / CONFIG_FILE, directory / CONFIG_FILE)
+        _copy_config(model_dir / CONFIG_FILE, directory / CONFIG_FILE, None)
     except OSError as error:
         raise CheckpointError(f"{directory}: the reference cannot be written: {error}") from error
     return {f"{directory.name}/{path.name}": path.stat().st_size for path in sorted(directory.iterdir())}

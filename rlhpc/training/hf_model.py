@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.config.rules import Config
 from rlhpc.models.shape import INNER, LAYER_TYPES, TEXT, WRAPPED
-from rlhpc.models.weights import object_in, refuse_other_weights
+from rlhpc.models.weights import is_mxfp4, object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
@@ -230,10 +230,12 @@ def load_causal_lm(
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         _rotate_as_engines(config, max_tokens)
-        refuse_other_weights(path, object_in(path / "config.json"))
+        document = object_in(path / "config.json")
+        refuse_other_weights(path, document)
+        unpacks = {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4(document) else {}
         module, loaded = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True,
-            output_loading_info=True,
+            output_loading_info=True, **unpacks,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:  # the last for tensors of other shapes
         raise ConfigError(f"model.path={path}: transformers cannot load this model: {error}") from error
@@ -312,11 +314,11 @@ def _without_logits(module: Any, path: Path) -> CausalLM:
 
 
 def names_in_files(path: Path) -> frozenset[str]:
-    """The tensors of a checkpoint; none where its files are not safetensors."""
+    """The tensors of a checkpoint, packed ones as they are called unpacked; none where files are not safetensors."""
     names: set[str] = set()
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            names |= set(tensors.keys())
+            names |= {name.removesuffix("_blocks") for name in tensors.keys()}  # noqa: SIM118 (not a dictionary)
     return frozenset(names)
 
 

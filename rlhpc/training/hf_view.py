@@ -16,8 +16,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rlhpc.protocol.types import TensorSpec
-
 
 def tokens_of(directory: Path, texts: Sequence[str]) -> dict[str, Any]:
     """The tokens of texts as a serving engine or an evaluation harness reads them."""
@@ -32,16 +30,13 @@ def tensors_of(directory: Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from rlhpc.training.hf_model import on_disk
-
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if get_model_conversion_mapping(model, add_legacy=False):
         return {"tensors": {}}
     model.tie_weights()
-    specs = [TensorSpec(name, "float32", tuple(each.shape)) for name, each in model.named_parameters()]
-    return {"tensors": {each.name: each.shape for spec in specs for each in on_disk(spec)}}
+    return {"tensors": {name: tuple(each.shape) for name, each in model.named_parameters()}}
 
 
 def main() -> None:

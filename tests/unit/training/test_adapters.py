@@ -365,6 +365,13 @@ def test_adapters_that_vllm_does_not_hold_are_refused_unless_they_are_merged(
         refuse_unserved_adapters(config, ["lm_head"], model, device=device)
 
 
+def test_an_adapter_that_vllm_would_ignore_is_refused_unless_it_is_merged(tmp_path: Path) -> None:
+    config, layers = tiny_config(tmp_path, lora=LORA), ["model.layers.0.self_attn.kv_b_proj"]
+    with pytest.raises(ConfigError, match=r"would ignore an adapter of it; legal: .* or weights\.form='merged'"):
+        refuse_unserved_adapters(config, layers, {"vocab_size": 100})
+    refuse_unserved_adapters(with_values(config, {"weights.form": "merged"}), layers, {"vocab_size": 100})
+
+
 # ------------------------------------------------------------------------------------------------------------- experts
 
 OF_EXPERTS = {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts"]}

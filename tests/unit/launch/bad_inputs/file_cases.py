@@ -174,7 +174,7 @@ MODEL = (
     case("heads that do not divide the width", config_json(num_attention_heads=3), "config.json", "num_attention_heads=3"),
     case("another family for Megatron", both(config_json(model_type="gemma9"), key("trainer.backend", "megatron")), "model_type='gemma9'", "legal: llama, qwen2"),
     case("a family that transformers does not know", config_json(model_type="gemma9"), "model_type='gemma9'", "transformers"),
-    case("attention with a soft cap", config_json(model_type="gemma2", attn_logit_softcapping=50.0), "config.json", "attn_logit_softcapping=50", "legal"),
+    case("logits with a scale", config_json(model_type="granite", logits_scaling=8.0), "config.json", "logits_scaling=8", "legal"),
     case("an encoder", config_json(model_type="bert", architectures=["BertModel"]), "config.json", "'bert'"),
     case("a model of pictures", config_json(model_type="qwen2_vl"), "config.json", "'qwen2_vl'"),
     case("quantised weights", config_json(quantization_config={"quant_method": "fp8"}), "config.json", "quantization_config", "fp8", "legal"),
