@@ -29,7 +29,7 @@ from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import validate_datasets
 from rlhpc.data.tokenizer import THINKING_END, PromptTokenizer
 from rlhpc.data.validation import DatasetSummary
-from rlhpc.environments.tools import open_collection
+from rlhpc.environments.tools import FORMS, Call, open_collection, schemas_of
 from rlhpc.models.adapter import (
     chosen_layers,
     matrices_of,
@@ -39,6 +39,7 @@ from rlhpc.models.adapter import (
     refuse_unserved_adapters,
 )
 from rlhpc.models.shape import ModelShape, ParallelLayout, refuse_unsupported
+from rlhpc.protocol.environment import TOOL_SCHEMAS
 from rlhpc.protocol.errors import ConfigError, SandboxError
 from rlhpc.protocol.types import Bool, Int32
 from rlhpc.rewards.code_place import check_sandbox, described_languages
@@ -149,12 +150,31 @@ def prompt_warnings(config: Config, tokenizer: PromptTokenizer, found: Sequence[
                 "tools, and the model learns of them from nobody; a system_prompt, or a template that writes `tools`, "
                 "can tell it"
             )
+    has_calls = config.environment.tools or any(data.environment == AGENT for data in config.data)
+    form, asked = form_of_calls(tokenizer) if has_calls else "", config.environment.call_form
+    if form not in ("", asked):
+        yield (
+            f"environment.call_form={asked!r}, and the chat template writes calls as {form!r}: those of a model that "
+            f"learnt from it are not read; usual: {form!r}"
+        )
     number, groups = sum(each.num_records for each in found), config.admission.groups_per_step
     if number < groups:
         yield (
             f"admission.groups_per_step={groups}, and the datasets have {counted(number, 'record')}: a step takes the "
             "same prompt several times"
         )
+
+
+def form_of_calls(tokenizer: PromptTokenizer) -> str:
+    """The environment.call_form in which the chat template writes a call; "" if it is none of them."""
+    call, tool = Call("calculator", {"expression": "a"}), TOOL_SCHEMAS["calculator"]
+    told = {"name": call.name, "arguments": {**call.arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": told}]}
+    try:
+        turn = DialogueTemplate(tokenizer, [tool]).demonstration([{"role": "user", "content": "Q"}, said])[1]
+    except ConfigError:  # it refuses calls, or an empty text
+        return ""
+    return next((form for form, calls_in in FORMS.items() if calls_in(turn, schemas_of([tool])) == [call]), "")
 
 
 def _ends_in_a_blank_that_moves(text: str, tokenizer: PromptTokenizer) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rlhpc.environments.tools import FORMS, Call
+from rlhpc.environments.tools import FORMS, Call, schemas_of
 from rlhpc.protocol.environment import ROLES
 from rlhpc.transport.http_server import Refused
 
@@ -207,7 +207,7 @@ def _call(where: str, call: object) -> dict[str, Any]:
 #
 # Input: the text of a turn.  Output: JSON objects.  A stream has all of a turn's text in one chunk.
 
-_OPENS = "<tool_call>"  # of the format "hermes"
+_OPENS = "<tool_call>"  # of all forms but "llama3", in which a call is the whole turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,19 +265,19 @@ def turn_of(
     call_form: str,
     *,
     number: int,
-    has_tools: bool,
+    tools: Sequence[Mapping[str, Any]],
     is_cut: bool,
     num_tokens: tuple[int, int],
     token_ids: tuple[int, ...] = (),
 ) -> AgentTurn:
     """Parse a turn; text: with special tokens, of which calls may consist; answer: without.  Broken calls stay text."""
-    found = FORMS[call_form](text) if has_tools else []
+    found = FORMS[call_form](text, schemas_of(tools)) if tools else []
     calls = tuple(call for call in found if isinstance(call, Call) and _is_sayable(call))
     if len(calls) < len(found):
         calls = ()
     content = answer
     if calls:
-        content = text.partition(_OPENS)[0].strip() if call_form == "hermes" else ""
+        content = "" if call_form == "llama3" else text.partition(_OPENS)[0].strip()
     return AgentTurn(number, content, calls, is_cut, *num_tokens, token_ids)
 
 

@@ -307,7 +307,7 @@ class AgentSession:
             taken.answer,
             self._rules.call_form,
             number=self._num_turns,
-            has_tools=bool(self._tools),
+            tools=self._tools,
             is_cut=taken.is_cut,
             num_tokens=taken.num_tokens,
             token_ids=taken.token_ids,

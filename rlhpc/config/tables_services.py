@@ -227,7 +227,10 @@ LIBRARIES = ("gymnasium", "verifiers")  # environments of other packages, each w
 ToolName = Literal["calculator", "python", "search"]
 
 
-CALL_END = "</tool_call>"  # of environment.call_form="hermes"
+CALL_ENDS = {  # of forms whose calls end with tags
+    "hermes": "</tool_call>",
+    "qwen3_coder": "</parameter>\n</function>\n</tool_call>",
+}
 
 
 class EnvironmentConfig(Section):
@@ -242,8 +245,9 @@ class EnvironmentConfig(Section):
     tokens."""
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ()
     """Tools of the environment "tools", described to the model by its chat template."""
-    call_form: Literal["hermes", "llama3"] = "hermes"
-    """How the model writes a call: "hermes", as Qwen: <tool_call>{json}</tool_call>; "llama3": the turn is the call."""
+    call_form: Literal["hermes", "llama3", "qwen3_coder"] = "hermes"
+    """How the model writes a call: "hermes", as Qwen3: <tool_call>{json}</tool_call>; "llama3": the turn is the call;
+    "qwen3_coder", as Qwen3.5: <tool_call><function=…><parameter=…>…"""
     max_result_characters: Annotated[Positive, Usual(10, 1e7, "it is in characters")] = 2000
     """Longer tool results are cut."""
     id: str = ""
@@ -285,14 +289,15 @@ class EnvironmentConfig(Section):
 
     @rule
     def calls_are_whole(self, config: Config, key: Keys) -> Faults:
-        """`generation.stop`: with `call_form` = `"hermes"` no part of `</tool_call>`; environments get turns without
-        what ended them.
+        """`generation.stop`: with `call_form` other than `"llama3"` no part of `</tool_call>`, or of the tags before
+        it; environments get turns without what ended them.
         """
-        cut = next((text for text in config.generation.stop if text in CALL_END), None)
+        end = CALL_ENDS.get(self.call_form, "")
+        cut = next((text for text in config.generation.stop if text in end), None)
         has_turns = any(dataset.environment for dataset in config.data)
-        if has_turns and self.call_form == "hermes" and cut is not None:
+        if has_turns and cut is not None:
             yield (
-                f"generation.stop={cut!r} is in {CALL_END}, which ends a call of a tool, and environments are told "
+                f"generation.stop={cut!r} is in {end!r}, which ends a call of a tool, and environments are told "
                 "turns without it: no call would be whole; legal: leave it out, a turn ends with the model's end token"
             )
 

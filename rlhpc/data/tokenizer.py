@@ -86,19 +86,54 @@ class ChatTemplate:
     ) -> str:
         """The text of a dialogue, special tokens spelt out; add_generation_prompt: up to where an answer begins.
 
+        Arguments of calls are given as objects, also where a message has them as JSON in a string, as in OpenAI's API;
+        a template that fails on objects gets strings (DeepSeek V3's joins them).
         tools: JSON schemas.  Raises ConfigError when the template refuses the messages.
         """
+        render = partial(
+            self._template.render,
+            add_generation_prompt=add_generation_prompt,
+            tools=list(tools) or None,
+            documents=None,
+            **self._variables,
+        )
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=list(tools) or None,
-                documents=None,
-                **self._variables,
-            )
+            return render(messages=[_with_arguments(message, _as_object) for message in messages])
         except _FAILURES as error:
+            if any(message.get("tool_calls") for message in messages):
+                with suppress(*_FAILURES):
+                    return render(messages=[_with_arguments(message, _as_text) for message in messages])
             why = repr(error) if isinstance(error, LookupError) else error  # else the key alone
             raise ConfigError(f"model.path: the chat template fails on {_described(messages)}: {why}") from error
+
+
+def _with_arguments(message: Mapping[str, Any], spell: Callable[[Any], Any]) -> dict[str, Any]:
+    """The message, the arguments of its calls spelt by a function."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_with_those_of(call, spell) for call in calls]}
+
+
+def _with_those_of(call: Any, spell: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_those_of(call["function"], spell)}
+    return {**call, "arguments": spell(call["arguments"])} if "arguments" in call else call
+
+
+def _as_object(arguments: Any) -> Any:
+    """Arguments in a string, parsed; whatever else they are stays."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            return parsed if isinstance(parsed, dict) else arguments
+    return arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else _to_json(arguments)
 
 
 def _described(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -189,16 +189,30 @@ def _words(text: str) -> list[str]:
 #    hermes   <tool_call>{"name": "search", "arguments": {"query": "…"}}</tool_call>      any number, text around them
 #    llama3   {"name": "search", "parameters": {"query": "…"}}      the whole turn, several separated by ";"
 #             <|python_tag|>{…} the same; <|python_tag|>search.call(query="…"); other text behind <|python_tag|> is code
+#    qwen3_coder      <tool_call><function=search><parameter=query>…</parameter></function></tool_call>      any number
 #
 # Sources: the function-calling format of Nous Hermes (github.com/NousResearch/Hermes-Function-Calling) and the chat
-# template of Qwen2.5; Meta's page on Llama 3.1 prompt formats.  Input: text.  Output: calls, and malformed calls.
+# template of Qwen2.5; Meta's page on Llama 3.1 prompt formats; the chat templates of Qwen3-Coder and Qwen3.5.
+# Input: text, and the JSON schemas of the tools, by which values that are not quoted get their types.
+# Output: calls, and malformed calls.
 
-_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _BUILT_IN = re.compile(r"(\w+)\.call\((.*)\)", re.DOTALL)
 _KEYWORD = re.compile(r'(\w+)\s*=\s*("(?:[^"\\]|\\["\\/bfnrt])*"|-?[0-9]+(?:\.[0-9]+)?)')
 _SHOWN_CHARACTERS = 40  # of a malformed call
+_NO_END = "a <tool_call> without </tool_call>"
 _DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
+
+
+def _finite(word: str) -> float:
+    if not math.isfinite(value := float(word)):
+        raise ValueError(f"{word} is no number in JSON")
+    return value
+
+
+_STRICT = json.JSONDecoder(strict=False, parse_constant=_finite, parse_float=_finite)  # NaN may be meant as text
+_DEPTH = 8  # of schemas within a schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,17 +231,28 @@ class CallError:
 
 
 Calls = list[Call | CallError]
+Schema = Mapping[str, Any]
+Schemas = Mapping[str, Schema]  # of a tool's arguments, by its name
+_NONE_KNOWN: Schemas = MappingProxyType({})
 
 
-def hermes_calls(turn: str) -> Calls:
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
+    """Schemas of arguments by the names of tools, which are told as in OpenAI's API; those of others are left out."""
+    functions = filter(_is_object, (tool.get("function", tool) for tool in tools))
+    named = ((each.get("name"), each.get("parameters")) for each in functions)
+    return {name: schema for name, schema in named if isinstance(name, str) and _is_object(schema)}
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def hermes_calls(turn: str, _schemas: Schemas = _NONE_KNOWN) -> Calls:
     """Every <tool_call> of a turn; one without its end is an error."""
-    found: Calls = []
-    for text, end in _HERMES.findall(turn):
-        found.append(_call(text) if end else CallError("a <tool_call> without </tool_call>"))
-    return found
+    return [_call(text) if end else CallError(_NO_END) for text, end in _TAGGED.findall(turn)]
 
 
-def llama3_calls(turn: str) -> Calls:
+def llama3_calls(turn: str, _schemas: Schemas = _NONE_KNOWN) -> Calls:
     """The calls that a turn consists of; none if the turn is text."""
     text = turn.strip()
     is_tagged = text.startswith(_PYTHON_TAG)
@@ -242,7 +267,19 @@ def llama3_calls(turn: str) -> Calls:
     return [_built_in(built_in[1], built_in[2]) if built_in else Call("python", {"code": text})]
 
 
-FORMS: Mapping[str, Callable[[str], Calls]] = MappingProxyType({"hermes": hermes_calls, "llama3": llama3_calls})
+def qwen3_coder_calls(turn: str, schemas: Schemas = _NONE_KNOWN) -> Calls:
+    """Every <tool_call> of a turn; one that is damaged, or a <function=…> outside of one, is an error."""
+    found: Calls = []
+    for text, end in _TAGGED.findall(turn):
+        found.append(_spelt_out(text.strip(), schemas) if end else CallError(_NO_END))
+    if "<function=" in _TAGGED.sub("", turn):
+        found.append(CallError("a <function=…> outside of <tool_call>"))
+    return found
+
+
+FORMS: Mapping[str, Callable[[str, Schemas], Calls]] = MappingProxyType(
+    {"hermes": hermes_calls, "llama3": llama3_calls, "qwen3_coder": qwen3_coder_calls}
+)
 
 
 def _sequence(text: str) -> Calls:
@@ -297,6 +334,105 @@ def _built_in(name: str, arguments: str) -> Call | CallError:
     return Call(name, values)
 
 
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*)</function>", re.DOTALL)
+# A value ends where the next parameter, or the end of the function, follows: it may hold </parameter> itself.
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+_KNOWN_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_SPELLINGS_OF_PYTHON = {"True": True, "False": False, "None": None}  # as templates write them
+
+
+def _spelt_out(text: str, schemas: Schemas) -> Call | CallError:
+    """Parse <function=…>…</function>, in which each argument is a text between tags."""
+    function = _FUNCTION.fullmatch(text)
+    if function is None:
+        return CallError("a call is <function=…><parameter=…>…</parameter></function>, each tag with its end")
+    name, rest = function[1].strip(), function[2].rstrip()
+    schema, values, place = schemas.get(name, {}), dict[str, Any](), 0
+    while place < len(rest):
+        parameter = _PARAMETER.match(rest, place)
+        if parameter is None:
+            shown = rest[place:].lstrip()[:_SHOWN_CHARACTERS]
+            return CallError(f"{name}: {shown!r} is no <parameter=…>…</parameter>")
+        key, value = parameter[1].strip(), parameter[2]
+        if key in values:
+            return CallError(f"{name}: the parameter {key!r} is there twice")
+        if "<parameter=" in value or "<function=" in value:  # the next one's: an end is missing
+            return CallError(f"{name}: the parameter {key!r} is without </parameter>")
+        try:
+            values[key] = _typed(value.removeprefix("\n").removesuffix("\n"), _types(schema, key))
+        except ValueError as error:
+            return CallError(f"{name}: the parameter {key!r}: {error}")
+        place = parameter.end()
+    return Call(name, values)
+
+
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """The value that a text stands for; types: of JSON Schema, none if they are not known.  Raises ValueError.
+
+    Of several types that fit, text is the last.  Where none is known, all but an object and a list stays text.
+    """
+    words = text.strip()
+    try:
+        value = _SPELLINGS_OF_PYTHON[words] if words in _SPELLINGS_OF_PYTHON else _STRICT.decode(words)
+    except (ValueError, RecursionError):
+        value = text
+    if isinstance(value, float) and value.is_integer() and "number" not in types and "integer" in types:
+        value = int(value)
+    kinds = types or {"object", "array"}
+    if not isinstance(value, str) and kinds & _names_of(value):
+        return value
+    if types and "string" not in types:
+        raise ValueError(f"{words[:_SHOWN_CHARACTERS]!r} is no {' or '.join(sorted(types))}")
+    return text
+
+
+def _names_of(value: Any) -> set[str]:
+    """Names of JSON Schema's types that a value has."""
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number"}
+        case str():
+            return {"string"}
+    return {"array" if isinstance(value, list) else "object"}
+
+
+def _types(schema: Schema, key: str) -> frozenset[str]:
+    """Names of the types that an argument may have; none if its schema does not say."""
+    return _types_in(_inside(schema, ("properties", key)), schema, _DEPTH)
+
+
+def _types_in(schema: Any, root: Schema, depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return frozenset()
+    if isinstance(path := schema.get("$ref"), str):
+        return _types_in(_inside(root, path.removeprefix("#/").split("/")), root, depth - 1)
+    if "type" in schema:
+        said = schema["type"]
+        return _KNOWN_TYPES.intersection(map(str, said if isinstance(said, list) else [said]))
+    parts = [part for word in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(word))]
+    if parts:
+        return frozenset[str]().union(*(_types_in(part, root, depth - 1) for part in parts))
+    values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+    return frozenset[str]().union(*map(_names_of, values))
+
+
+def _inside(value: Any, path: Sequence[str]) -> Any:
+    """What lies at a path in nested objects; None: nothing."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 # ---------------------------------------------------------------------------------------------------------------- tools
 
 Tool = Callable[[str], str]  # argument → result; raises ValueError with a message for the policy
@@ -319,6 +455,7 @@ class ToolEnvironment(Environment):
         self.settings = settings
         self.tools: Mapping[str, Tool] = open_tools(settings)
         self._calls_in = FORMS[settings.call_form]
+        self._schemas = schemas_of([*TOOL_SCHEMAS.values()])
 
     @classmethod
     def open(cls, settings: EnvironmentConfig) -> Self:
@@ -331,7 +468,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, completion: str) -> Step:
         """Results of the calls, or the end."""
-        calls = self._calls_in(completion)
+        calls = self._calls_in(completion, self._schemas)
         if not calls:
             return Step(is_done=True)
         return Step(tuple({"role": "tool", "content": self._result(call)} for call in calls))

@@ -106,6 +106,40 @@ QWEN3 = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
+# Qwen3-Coder and Qwen3.5: calls in tags, each argument a text; a turn begins with a thought.
+QWEN35 = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n\\nName the function and each argument in tags of their own.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role in ('user', 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n<think>\\n' + message.reasoning_content | default('') + '\\n</think>\\n\\n' }}
+        {{- message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+            {%- if not loop.first %}{{- '\\n' }}{%- elif message.content | trim %}{{- '\\n\\n' }}{%- endif %}
+            {{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
+            {%- for key, value in call.arguments | items %}
+                {%- set is_nested = value is mapping or (value is sequence and value is not string) %}
+                {{- '<parameter=' + key + '>\\n' }}
+                {{- value | tojson if is_nested else value | string }}{{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}
+"""
+
 # Llama-3.1-Instruct: headers, the beginning of the text spelt out, tools in the first user message.
 LLAMA3 = """
 {{- bos_token }}
@@ -128,7 +162,7 @@ LLAMA3 = """
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 
-TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3}
+TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "llama3": LLAMA3}
 _TEXT = [
     "The quick brown fox jumps over the lazy dog. What is 12 times 34? system user assistant tool ipython",
     '{"name": "search", "arguments": {"query": "a few words"}} <tool_response>\nnothing was found\n</tool_response>',

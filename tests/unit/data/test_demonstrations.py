@@ -116,6 +116,33 @@ def test_calls_of_tools_are_learnt_as_the_template_writes_them(tmp_path: Path) -
     assert tokenizer.decode(learnt, keep_special_tokens=True) == "<tool_call>search<|im_end|>" * 2
 
 
+def test_arguments_that_are_json_in_a_string_are_learnt_as_objects_are(models: dict[str, PromptTokenizer]) -> None:
+    """As OpenAI's API has them; nulls in the string are the call's own."""
+    tokenizer, arguments = models["qwen3.5"], {"query": "a\nb", "count": 3, "most": None}
+
+    def learnt(spelt: Any) -> str:
+        call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": spelt}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        _, tokens = made_of(tokenizer, {"messages": [message("user", "a"), said]})
+        return tokenizer.decode(tokens, keep_special_tokens=True)
+
+    call = "<tool_call>\n<function=search>\n<parameter=query>\na\nb\n</parameter>\n<parameter=count>\n3\n</parameter>\n"
+    end = "</function>\n</tool_call><|im_end|>"
+    assert learnt({"query": "a\nb", "count": 3}) == "\n</think>\n\n" + call + end
+    assert learnt(json.dumps(arguments)) == "\n</think>\n\n" + call + "<parameter=most>\nNone\n</parameter>\n" + end
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text(tmp_path: Path) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    template = "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}" + calls
+    template += "</turn>{% endfor %}{% if add_generation_prompt %}<turn>assistant: {% endif %}"
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path, chat_template=template))
+    for spelt in ({"a": "b"}, '{"a": "b"}'):
+        call = {"type": "function", "function": {"name": "f", "arguments": spelt}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert tokenizer.chat_template.render([said], add_generation_prompt=False).endswith('f{"a": "b"}</turn>')
+
+
 @pytest.mark.parametrize(
     ("said", "key"),
     [

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from launch.checks.bias import unusual
 from launch.checks.model_files import other_tokens, refuse_made_up_tensors
-from launch.checks.preflight import first_prompt, preflight, prompt_warnings, stop_tokens
+from launch.checks.preflight import first_prompt, form_of_calls, preflight, prompt_warnings, stop_tokens
 from launch.cli import main
 from launch.plan.gpu_map import GpuMap
 from launch.plan.processes import describe_plan
@@ -35,7 +35,7 @@ from rlhpc.protocol.errors import ConfigError
 from tests import build
 from tests.ring.run_kit import ROOT, command_environment
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
+from tests.unit.data.checkpoints import CHATML, make_chat_model, make_tokenizer_files
 from tests.unit.launch.bad_inputs.desk import SITE, Desk
 from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS, make_model_directory
 from tests.unit.launch.test_memory_plan import EXAMPLE_SITE, check_words, config_of
@@ -187,6 +187,38 @@ def test_tools_that_no_prompt_names_are_a_warning(tmp_path):
     (line,) = prompt_warnings(config, tokenizer, [found("Q")])
     assert "the prompt names no calculator" in line
     assert [*prompt_warnings(config, tokenizer, [found("You have a calculator.")])] == []
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3.5", "qwen3_coder"), ("qwen2.5", ""), ("llama3", "")])
+def test_calls_in_another_form_than_the_template_s_are_a_warning(tmp_path, family, form):
+    """The other two templates of tests write no calls."""
+    tokenizer = PromptTokenizer(make_chat_model(tmp_path, family))
+    assert form_of_calls(tokenizer) == form
+    settings = {"task": "regex", "environment": "tools", "use_chat_template": True}
+    for asked, num in (("hermes", 1 if form else 0), ("qwen3_coder", 0)):
+        config = build.config(data=settings, environment={"tools": ["calculator"], "call_form": asked})
+        lines = [*prompt_warnings(config, tokenizer, [found("You have a calculator.")])]
+        assert len(lines) == num
+        assert (
+            not lines
+            or "environment.call_form='hermes', and the chat template writes calls as 'qwen3_coder'" in lines[0]
+        )
+
+
+@pytest.mark.parametrize(
+    ("written", "form"),
+    [
+        ("'<tool_call>' + call | tojson + '</tool_call>'", "hermes"),
+        ("{'name': call.name, 'parameters': call.arguments} | tojson", "llama3"),
+        ("'call ' + call.name", ""),
+        ("raise_exception('no calls')", ""),
+    ],
+)
+def test_the_form_of_calls_is_read_off_the_template(tmp_path, written, form):
+    calls = "{% for each in message.tool_calls or [] %}{% set call = each.function %}{{ " + written + " }}{% endfor %}"
+    template = "{{ bos_token }}{% for message in messages %}<turn>{{ message.role }}: {{ message.content }}" + calls
+    template += "</turn>{% endfor %}{% if add_generation_prompt %}<turn>assistant: {% endif %}"
+    assert form_of_calls(PromptTokenizer(make_tokenizer_files(tmp_path, chat_template=template))) == form
 
 
 def test_a_date_in_prompts_is_a_warning_unless_it_is_set(tmp_path):
