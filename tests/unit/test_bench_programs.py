@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bench.figures import FIGURES_FILE, read_figures, tell
-from bench.locks import NOT_IN_CPU, OVERRIDES, locks, pins_in
+from bench.locks import FROM_SOURCE, NOT_IN_CPU, OVERRIDES, PLATFORMS, locks, pins_in
 from bench.scoreboard import PAGE, Figure, Measured, page, read_found, read_table, row_of
 from tests.gpu_dry.library import Library
 from tests.gpu_dry.names import complaints, our_uses
@@ -257,6 +257,15 @@ def test_a_lock_file_holds_exact_versions_and_names_no_index(lock):
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.+]+", pin) for pin in pins_in(text))
     assert "://" not in text
     assert "--" not in "".join(pins_in(text))
+
+
+def test_a_lock_file_is_for_both_machines_and_only_what_has_no_wheels_at_all_is_built() -> None:
+    assert {platform.partition("-")[0] for platform in PLATFORMS.values()} == {"x86_64", "aarch64"}
+    for lock in locks():
+        assert len(lock.places) == len(lock.pythons) * len(PLATFORMS)
+        assert lock.path.read_text().startswith(lock.head), "make locks"
+        assert "gpu" not in lock.extras or "aarch64" in lock.head
+    assert pinned(locks()[1].path).keys() >= set(FROM_SOURCE)
 
 
 def test_what_make_docs_installs_changes_nothing_that_make_setup_has_installed():
