@@ -146,7 +146,8 @@ _CACHES = {
     "CUDA_CACHE_PATH": "cuda",
 }
 # Other vendors' variables: on some sites Slurm sets them along with CUDA_VISIBLE_DEVICES, and libraries use them.
-_FOREIGN = ("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_OF_AMD = "ROCR_VISIBLE_DEVICES"  # where Slurm knows its GPUs for AMD's, alone; HIP heeds CUDA_VISIBLE_DEVICES as well
+_FOREIGN = (_OF_AMD, "ZE_AFFINITY_MASK")
 
 
 class TaskError(RlhpcError):
@@ -160,6 +161,8 @@ def caches_below(directory: Path) -> dict[str, str]:
 
 def choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:
     """Restrict a task to its share of its component's GPUs on the node.  Raises TaskError if there are too few."""
+    if is_step and _OF_AMD in environment:
+        environment.setdefault("CUDA_VISIBLE_DEVICES", environment[_OF_AMD])
     for variable in _FOREIGN:
         environment.pop(variable, None)
     if not is_step or part.gpus_per_task == 0:

@@ -245,7 +245,8 @@ def has_grouped_kernel(capability: tuple[int, int] | None, dtype: torch.dtype, s
     capability: of the GPU, None without one; sizes: inputs and outputs of the experts' matrices.
     """
     is_aligned = all(size % ALIGNED_ELEMENTS == 0 for size in sizes)
-    return capability == KERNEL_CAPABILITY and dtype == KERNEL_DTYPE and is_aligned
+    is_nvidias = torch.version.hip is None  # AMD's MI200 calls itself 9.0, too
+    return is_nvidias and capability == KERNEL_CAPABILITY and dtype == KERNEL_DTYPE and is_aligned
 
 
 def expert_linear(tokens: Tensor, ends: Tensor, weights: Tensor) -> Tensor:

@@ -274,6 +274,16 @@ def test_a_task_takes_its_own_gpus_of_all_that_its_component_has_on_the_node(tmp
     assert seen_by_role(tmp_path / "task", job, gpus_per_task=2)["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
+@pytest.mark.parametrize(("nvidia", "mine"), [({}, "2,3"), ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "6,7")])
+def test_a_task_on_amds_gpus_takes_its_own_of_those_that_slurm_names_for_rocm(tmp_path, monkeypatch, nvidia, mine):
+    """ROCm applies both variables one after the other: the second would count among the GPUs that the first leaves."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    job = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "ROCR_VISIBLE_DEVICES": "0,1,2,3", **nvidia}
+    seen = seen_by_role(tmp_path / "task", job, gpus_per_task=2)
+    assert seen["CUDA_VISIBLE_DEVICES"] == mine
+    assert "ROCR_VISIBLE_DEVICES" not in seen
+
+
 def test_a_role_in_an_image_sees_the_directory_of_its_temporary_files_and_caches(tmp_path):
     """Of a site whose TMPDIR is not below /tmp: apptainer shows an image /tmp, and nothing else of a node's disks."""
     scratch = Path(tempfile.mkdtemp(dir="/var/tmp"))

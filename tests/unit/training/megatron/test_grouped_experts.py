@@ -50,6 +50,11 @@ def test_experts_are_grouped_where_a_kernel_is_known_to_be_right(capability, dty
     assert has_grouped_kernel(capability, dtype, sizes) is expected
 
 
+def test_a_card_of_amds_that_calls_itself_9_0_has_no_such_kernel(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not has_grouped_kernel((9, 0), torch.bfloat16, (2048, 768))
+
+
 def compare(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """By routing: what the experts one after the other come to, and all at once."""
     torch.manual_seed(0)
