@@ -60,7 +60,7 @@ class FlopCost:
         recurrent = _recurrent_layers(config, layers)
         attention += hidden * head_dim * heads * bool(recurrent)  # such models gate the output of their attention
         attending = layers - recurrent
-        weights = attending * attention + recurrent * _recurrent_weights(config, hidden)
+        weights = attending * attention + (recurrent * _recurrent_weights(config, hidden) if recurrent else 0)
         weights += mlp + hidden * _count(config, "vocab_size")
         return cls(linear=2.0 * weights, quadratic=2.0 * attending * heads * head_dim)
 
