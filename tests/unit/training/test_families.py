@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhpc.models import shape
 from rlhpc.models.shape import INNER
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.checkpoint_export import export_hf
@@ -17,6 +19,7 @@ from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.ranks import RankContext
 from rlhpc.weights.four_bits import from_mxfp4
 from tests.tiny_models import FAMILIES, OTHERS, make_tiny_checkpoint, pack_experts
+from tests.unit.doc_pages import ROOT, section
 from tests.unit.training.packed_rows import (
     clipped_loss,
     draw_samples,
@@ -148,3 +151,12 @@ def exported(checkpoint: Path, model: Path, out: Path) -> dict[str, torch.Tensor
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     same: Any = one.dtype == other.dtype and one.shape == other.shape
     return bool(same and torch.equal(one.view(torch.uint8), other.view(torch.uint8)))
+
+
+def test_the_table_of_models_says_what_the_code_trains() -> None:
+    """Families of tests are in it, once each, and Megatron's are those that its check lets pass."""
+    rows = [line.split("|")[1:-1] for line in section(ROOT / "docs" / "training.md", "Models").splitlines()]
+    said = [(name, row) for row in rows if len(row) == 6 for name in re.findall(r"`(\w+)`", row[0])][1:]
+    assert sorted(name for name, _ in said) == sorted(FAMILIES)
+    assert {name for name, row in said if row[3].strip() == "yes"} == {*shape.FAMILIES}
+    assert {row[2].strip() for _, row in said} == {"yes"}
