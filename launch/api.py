@@ -266,11 +266,11 @@ def check(
 
 @speaks_python
 def evaluate(
-    model: str | Path,
+    model: str | Path | Run,
     data: str | Path,
     overrides: Overrides = (),
     *,
-    run: str | Path | None = None,
+    run: str | Path | Run | None = None,
     step: int | None = None,
     samples: int = 1,
     prompts: int | None = None,
@@ -281,7 +281,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Sample a dataset with a model and return its figures, as `rlhpc evaluate --json` prints them.
 
-    model: HF checkpoint, run directory, or a checkpoint in one.  run: run file or directory with the settings for an HF
+    model: HF checkpoint, run, or a checkpoint in one.  run: run file or directory with the settings for an HF
     checkpoint.  step: of a run; default: the newest.  out: directory of the samples, for `compare`.
     Called again, it draws only missing samples.  Raises ConfigError, CheckpointError, DataError.
     """
@@ -329,8 +329,7 @@ def export(
 
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype {dtype}; legal: float32, bfloat16")
-    known = run if isinstance(run, Run) else Run(run)
-    said = export_run(RunLayout(known.directory), Path(out), step, is_average=ema, dtype=dtype, is_adapter=adapter)
+    said = export_run(RunLayout(Run(run).directory), Path(out), step, is_average=ema, dtype=dtype, is_adapter=adapter)
     for line in said.splitlines():
         (tell or say_nothing)(line)
     return Path(out)

@@ -223,6 +223,10 @@ class Run:
         made._layout, made._planned = RunLayout(config.run_directory), config
         return made
 
+    def __fspath__(self) -> str:
+        """The run directory, for every function that takes a path."""
+        return str(self._layout.root)
+
     def __repr__(self) -> str:
         return f"Run({str(self._layout.root)!r}, step {self.step} of {self.num_steps}, {self.phase})"
 
@@ -362,6 +366,8 @@ class Run:
         patterns: of names, such as "reward/*"; default: all.  The same table as of `rlhpc metrics`.
         Raises ConfigError: no metrics yet, a pattern matches none, the library is not installed; OSError.
         """
+        if self._planned is not None and not self._layout.is_run:
+            raise ConfigError(f"{self.directory}: no metrics yet: the run has not begun")
         return _frame(library, self._view.metric_table(patterns).columns)
 
 

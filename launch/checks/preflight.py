@@ -38,7 +38,7 @@ from rlhpc.models.adapter import (
     refuse_other_adapter,
     refuse_unserved_adapters,
 )
-from rlhpc.models.shape import ModelShape, ParallelLayout, refuse_unsupported
+from rlhpc.models.shape import ModelShape, ParallelLayout, language_model, refuse_unsupported
 from rlhpc.protocol.environment import TOOL_SCHEMAS
 from rlhpc.protocol.errors import ConfigError, SandboxError
 from rlhpc.protocol.types import Bool, Int32
@@ -506,6 +506,24 @@ def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelS
     refuse_unfit_ranks(config, model, shape)
     if shape is not None:
         refuse_small_cache(config, shape)
+
+
+# Sizes of heads that vLLM's attention has kernels for on a CPU, those of models whose keys are latents left out.
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def refuse_heads_of_gpus(config: Config, model: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a model that vLLM samples on GPUs alone, where there are none; model: config.json."""
+    model = language_model(model)
+    heads, hidden = model.get("num_attention_heads"), model.get("hidden_size")
+    if config.generation.engine != "vllm" or not heads or not hidden or model.get("kv_lora_rank"):
+        return
+    size = model.get("head_dim") or hidden // heads
+    if size not in CPU_HEADS:
+        raise ConfigError(
+            f"{config.model.path / 'config.json'}: heads of {size} (head_dim, or hidden_size / num_attention_heads), "
+            f"which vLLM does not compute on a CPU; legal: {', '.join(map(str, CPU_HEADS))}, or a GPU"
+        )
 
 
 def _refuse_unfit_adapters(config: Config, model: Mapping[str, Any], shape: ModelShape) -> None:

@@ -18,6 +18,7 @@ from launch.checks.preflight import (
     has_stage_before,
     preflight,
     prompt_warnings,
+    refuse_heads_of_gpus,
     stage_of,
     stop_tokens,
 )
@@ -70,6 +71,8 @@ def _check_run_file(options: argparse.Namespace) -> int:
         _refuse_place(config.run_directory)
     has_gpus = bool(options.site or here.words)
     findings, evaluations = preflight(config), preview_evaluations(config, has_gpus=has_gpus)
+    if not has_gpus:
+        refuse_heads_of_gpus(config, findings.model)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
     refuse_made_up_tensors(config.model.path, findings.model)
     own = untried_code(config) if options.site else try_own_code(config)

@@ -12,7 +12,13 @@ from contextlib import ExitStack
 from launch.checks.bias import unusual
 from launch.checks.memory_verdict import judge_devices
 from launch.checks.own_code import try_own_code
-from launch.checks.preflight import doubts_of_demonstrations, has_stage_before, preflight, stage_of
+from launch.checks.preflight import (
+    doubts_of_demonstrations,
+    has_stage_before,
+    preflight,
+    refuse_heads_of_gpus,
+    stage_of,
+)
 from launch.commands.arguments import continued, resume_point
 from launch.common.text import print_or_lose
 from launch.doctor.gpus import gpus_here
@@ -165,6 +171,8 @@ def _checked(config: Config, tell: Tell) -> GpuMap:
     here = gpus_here(os.environ)
     gpus = map_gpus(config, here)
     findings = preflight(config)
+    if not here.words:
+        refuse_heads_of_gpus(config, findings.model)
     preview_evaluations(config, has_gpus=bool(here.words))
     for line in (*unusual(config), *doubts_of_demonstrations(config, findings)):
         tell(f"warning: {line}")

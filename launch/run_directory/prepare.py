@@ -568,9 +568,13 @@ def _renewal(config: Config, layout: RunLayout) -> _Renewal:
     fixed = [text for text in changed if text.startswith(settled) and not _is_of(text, may_move)]
     if fixed:
         raise RunDirectoryError(
-            f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}; legal: the old values, or a "
-            f"new run (another run.name), also from the trained model (`rlhpc export {quoted(layout.root)} OUT`, "
-            "model.path=OUT)"
+            f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}; legal: the old values, or "
+            + (
+                f"a new run (another run.name), also from the trained model (`rlhpc export {quoted(layout.root)} OUT`, "
+                "model.path=OUT)"
+                if saved_step(layout)
+                else "--fresh, by which the run starts over: it has no checkpoint"
+            )
         )
     return _Renewal(changed, refuse_other_inputs(config, layout))
 

@@ -430,7 +430,8 @@ def what_was_saved(layout: RunLayout, command: str, *, is_refused: bool = False)
     if saved >= trained:
         steps = f"stopped, saved at step {saved}" if saved else "stopped before the first step"
         first = "once that is mended, " if is_refused else ""
-        return Saved(f"{layout.root}: {steps}; {first}{command} continues it", are_steps_lost=False)
+        fresh = ", or with --fresh for --resume starts it over, where data or model change" * (is_refused and not saved)
+        return Saved(f"{layout.root}: {steps}; {first}{command} continues it{fresh}", are_steps_lost=False)
     checkpoint = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
     if any(layout.rollouts.glob("journal_*.log")):  # a resume trains what was recorded after the checkpoint
         after = "the step" if trained - saved == 1 else f"the {trained - saved} steps"

@@ -185,6 +185,12 @@ class Queue:
 
 def standing_of(view: RunView, queue: Queue, now: float) -> Standing:
     """Determine the state of a run.  Damaged files in the directory raise no exception."""
+    found = _judged(view, queue, now)
+    # It may have ended after its files were read and before its processes were looked for: they are final now.
+    return _judged(RunView(view.layout), queue, now) if found.state is State.LOST else found
+
+
+def _judged(view: RunView, queue: Queue, now: float) -> Standing:
     found = Standing(view, State.LOST, queue.of_run, where=_nodes(queue.of_run))
     if view.damage:
         return replace(found, state=State.DAMAGED, remark=view.damage)

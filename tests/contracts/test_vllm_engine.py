@@ -18,6 +18,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 
+from launch.checks.preflight import CPU_HEADS
 from rlhpc.config.rules import with_values
 from rlhpc.generation import engine
 from rlhpc.generation.running_core import CoreThread
@@ -147,6 +148,12 @@ async def test_logits_have_digits_that_bfloat16_has_not(subject: SharpSubject) -
         in_steps += [(logit - logits[0]) * STEPS_OF_BFLOAT16 for logit in logits[1:]]
     assert len(in_steps) >= 10
     assert np.mean(np.abs(np.asarray(in_steps) - np.round(in_steps)) > 0.02) > 0.8
+
+
+async def test_sizes_of_heads_on_a_cpu_are_those_that_check_knows() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # after the engine has set its environment
+
+    assert set(CPU_HEADS) == set(CPUAttentionBackend.get_supported_head_sizes())
 
 
 async def test_what_is_thrown_out_of_a_full_cache_is_counted_and_delivered_all_the_same(subject: SharpSubject) -> None:

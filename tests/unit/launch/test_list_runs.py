@@ -23,7 +23,7 @@ from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_files.records import ExitRecord, write_exit_record
 from launch.view.report import as_text, read_report
 from launch.view.run import RunView
-from launch.view.standing import find_runs, survey
+from launch.view.standing import Queue, State, find_runs, standing_of, survey
 from launch.view.status import render_status
 from rlhpc.base.ownership import Launcher
 from rlhpc.base.run_directory import RunLayout
@@ -84,6 +84,15 @@ def test_a_run_of_this_machine_is_what_its_launcher_and_its_status_say(runs, cap
     assert state(capsys, "here") == ("stopped", "")
     layout.summary.write_text("{}")
     assert state(capsys, "here") == ("complete", "")
+
+
+def test_a_run_that_ends_while_it_is_looked_at_has_ended(runs):
+    layout = runs.local("quick")
+    runs.status(layout, "training", 99)
+    seen = RunView(layout)
+    seen.read_ahead()
+    layout.summary.write_text("{}")  # before its launcher is looked for
+    assert standing_of(seen, Queue(), time.time()).state is State.COMPLETE
 
 
 def test_a_run_that_failed_here_says_what_the_first_role_died_of(runs, capsys):

@@ -431,7 +431,8 @@ def test_last_words_are_said_also_in_a_directory_that_is_gone(tmp_path, monkeypa
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert last_words(screen.layout, "`x`") == [f"{tmp_path}: stopped before the first step; `x` continues it"]
-    refused = f"{tmp_path}: stopped before the first step; once that is mended, `x` continues it"
+    refused = f"{tmp_path}: stopped before the first step; once that is mended, `x` continues it, or with --fresh for "
+    refused += "--resume starts it over, where data or model change"
     assert last_words(screen.layout, "`x`", EXIT_CONFIG) == [refused]
 
 

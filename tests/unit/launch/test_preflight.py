@@ -20,7 +20,14 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from launch.checks.bias import unusual
 from launch.checks.model_files import other_tokens, refuse_made_up_tensors
-from launch.checks.preflight import first_prompt, form_of_calls, preflight, prompt_warnings, stop_tokens
+from launch.checks.preflight import (
+    first_prompt,
+    form_of_calls,
+    preflight,
+    prompt_warnings,
+    refuse_heads_of_gpus,
+    stop_tokens,
+)
 from launch.cli import main
 from launch.plan.gpu_map import GpuMap
 from launch.plan.processes import describe_plan
@@ -63,6 +70,20 @@ def test_a_token_beyond_the_model_is_found_in_any_record(tmp_path):
     paths = [f"model.path={str(model)!r}", f"data.path={str(tmp_path / 'train.jsonl')!r}"]
     with pytest.raises(ConfigError, match=r"the prompt of .*train\.jsonl:2 has token 200000, which was added"):
         preflight(load_config(ROOT / "configs" / "large" / "qwen2.5-7b-tp2.toml", paths), roles_run_here=False)
+
+
+def test_heads_that_only_gpus_compute_are_refused_where_there_are_none(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "add", "answer": "2"}\n')
+    paths = [f"model.path={str(tmp_path)!r}", f"data.path={str(tmp_path / 'train.jsonl')!r}"]
+    config = load_config(ROOT / "configs" / "large" / "qwen2.5-7b-tp2.toml", paths)
+    model = CONFIGS["Qwen2.5-7B"]
+    refuse_heads_of_gpus(config, model)
+    odd = {**model, "head_dim": 72}
+    for shown in (odd, {"text_config": odd}, {**model, "hidden_size": 72 * model["num_attention_heads"]}):
+        with pytest.raises(ConfigError, match=r"config\.json: heads of 72 .*legal: 32, 64, "):
+            refuse_heads_of_gpus(config, shown)
+    refuse_heads_of_gpus(config, {**odd, "kv_lora_rank": 512})
+    refuse_heads_of_gpus(with_values(config, {"generation.engine": "scripted"}), odd)
 
 
 @pytest.mark.starts

@@ -148,7 +148,7 @@ def test_a_run_that_has_begun_wants_a_word(config, layout):
     with pytest.raises(RunDirectoryError, match="exists already; use --resume"):
         prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     with pytest.raises(
-        RunDirectoryError, match=r"cannot change on resume: run\.seed.*legal: the old values, or a new run"
+        RunDirectoryError, match=r"cannot change on resume: run\.seed.*legal: the old values, or --fresh, "
     ):
         prepare_run_dir_for_jobs(override(config, ["run.seed=7"]), layout, resume=True, fresh=False)
     changed = prepare_run_dir_for_jobs(override(config, ["run.num_steps=999"]), layout, resume=True, fresh=False)

@@ -241,6 +241,8 @@ def test_a_run_that_was_started_is_looked_at_and_stopped_and_has_the_modules_of_
     started = rlhpc.start(config, overrides)
     assert (started.run.phase, started.run.step, started.run.num_steps) == ("new", 0, 1000)
     assert (started.run.name, dict(started.run.figures), started.run.checkpoints) == ("long", {}, [])
+    with pytest.raises(ConfigError, match="no metrics yet"):
+        started.run.metrics_frame()
     while not started.done() and started.run.step < 1:
         time.sleep(0.2)
     assert not started.done()
@@ -408,6 +410,8 @@ def test_an_export_says_what_is_not_there_in_its_own_words(first, tmp_path):
         rlhpc.export(first.layout.root, tmp_path / "out", step=7)
     with pytest.raises(ConfigError, match=r"^dtype=float16; legal: float32, bfloat16$"):
         rlhpc.export(rlhpc.Run(first.layout.root), tmp_path / "out", dtype="float16")
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint of step 7; available steps: 2$"):
+        rlhpc.evaluate(rlhpc.Run(first.layout.root), tmp_path / "data.jsonl", step=7)
 
 
 def test_what_this_session_alone_searches_is_searched_by_what_it_starts(tmp_path, monkeypatch):
