@@ -29,10 +29,11 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.buffer import BUFFERED_FILE
 from rlhpc.buffer.history import EventFold, Position
 from rlhpc.buffer.journal import JournalContent, journal_paths, read_journal
-from rlhpc.buffer.segment_format import TEACHER_COLUMNS, teachers_of
+from rlhpc.buffer.segment_format import ROUTE_COLUMNS, TEACHER_COLUMNS, routes_of, teachers_of
 from rlhpc.buffer.segments import read_raw_columns, segment_paths
 from rlhpc.config.file import read_resolved
 from rlhpc.config.rules import Config
+from rlhpc.models.routes import fault_of
 from rlhpc.protocol.errors import CheckpointError, JournalError, RunDirectoryError, SegmentError
 from rlhpc.protocol.types import TeacherScores, Verdict
 from rlhpc.roles.controller.state import STATE_FILE, Totals, read_saved_state
@@ -279,6 +280,7 @@ def _saved_group(state: dict[str, Any]) -> SavedGroup:
 
 GROUP_COLUMNS = ("group_id", "prompt_id", "admitted_version", "consumed_step", "drop_reason", "trained_version", "applied", "group_size", "rollout_offsets")  # fmt: skip  # noqa: E501
 MEMBER_COLUMNS = ("sample_index", "reward", "verdict", "token_offsets")
+FULL_COLUMNS = ["rollouts/versions", *TEACHER_COLUMNS, "groups/prompt_offsets", *ROUTE_COLUMNS]
 SEGMENT_ROW = np.dtype(
     [
         ("group", "<i8"),
@@ -308,6 +310,7 @@ class SegmentEvidence:
     unreadable: list[tuple[str, str]] = field(default_factory=list)  # (file, why)
     offences: list[Offence] = field(default_factory=list)  # of members that break a rule; row: in `rollouts`
     num_rollouts: int = 0
+    num_routed: int = 0  # rollouts with routes, unless it was the quick way
     lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # "trained" or a reason → completions by length
     num_files: int = 0
 
@@ -322,7 +325,7 @@ class SegmentEvidence:
         """Add a file; a damaged one is noted, a deleted one is not.  witness: called with each file's rollouts."""
         names = [f"groups/{name}" for name in GROUP_COLUMNS] + [f"rollouts/{name}" for name in MEMBER_COLUMNS]
         try:
-            names += [] if is_quick else ["rollouts/versions", *TEACHER_COLUMNS]
+            names += [] if is_quick else FULL_COLUMNS
             attributes, columns = read_raw_columns(path, names, is_verified=not is_quick)
         except SegmentError as error:
             if path.exists():  # else it was set aside meanwhile
@@ -343,10 +346,21 @@ class SegmentEvidence:
                 teachers[row] = _crc_of(teacher)
                 if fault := teacher.fault(int(token_offsets[row + 1] - token_offsets[row])):
                     self._accuse(f"of a completion: {fault}", rows, owner, samples, row)
+            self._look_at_routes(rows, owner, samples, columns)
         if witness is not None:
             witness(path, keys, columns["rollouts/reward"], np.diff(token_offsets), teachers)
         self.num_rollouts += len(samples)
         self.parts.append(rows)
+
+    def _look_at_routes(
+        self, rows: NDArray[Any], owner: NDArray[Any], samples: NDArray[Any], columns: dict[str, NDArray[Any]]
+    ) -> None:
+        prompts = np.diff(columns["groups/prompt_offsets"])[owner]
+        lengths = prompts + np.diff(columns["rollouts/token_offsets"])
+        for row, routes in routes_of(columns):
+            self.num_routed += 1
+            if fault := fault_of(routes, int(lengths[row])):
+                self._accuse(fault, rows, owner, samples, row)
 
     def _group_rows(self, columns: dict[str, NDArray[Any]], attempt: int, index: int, group_size: int) -> NDArray[Any]:
         rows = np.zeros(len(columns["groups/group_id"]), SEGMENT_ROW)

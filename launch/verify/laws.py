@@ -421,6 +421,12 @@ def members(evidence: Evidence, places: Places) -> Check:
         )
         check.accuse(offence_at(row, text))
     _look_at_journal(check, evidence)
+    unrouted = evidence.segments.num_rollouts - evidence.segments.num_routed
+    if evidence.config.buffer.keep_routes and unrouted and not evidence.is_quick:
+        check.remarks.append(
+            f"{counted(unrouted, 'rollout')} in segments without routes, which buffer.keep_routes asks for: those "
+            "that a resume took from the journal have none"
+        )
     num_waiting = _look_for_unsealed(check, evidence, places)
     check.looked_at = (
         f"{counted(evidence.segments.num_rollouts, 'rollout')} in segments, "

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rlhpc.base.native import compiled
 from rlhpc.protocol.errors import ConfigError, PackingError
-from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch, TrainingSample
+from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch, Routes, TrainingSample
 
 # ----------------------------------------------------------------------------------------------------------------- cost
 
@@ -480,7 +480,13 @@ def _row(samples: list[TrainingSample]) -> PackedMicrobatch:
         teacher_logprobs=_joined_or_none([sample.teacher_logprobs for sample in samples]),
         teacher_top_ids=_joined_or_none([sample.teacher_top_ids for sample in samples]),
         teacher_top_logprobs=_joined_or_none([sample.teacher_top_logprobs for sample in samples]),
+        routes=_routes([sample.routes for sample in samples]),
     )
+
+
+def _routes(of_samples: list[Routes | None]) -> tuple[Routes | None, ...]:
+    """Those of a row's samples, packed as they came: only the trainer reads them."""
+    return tuple(of_samples) if any(each is not None for each in of_samples) else ()
 
 
 def _segment(row: PackedMicrobatch, index: int) -> PackedMicrobatch:
@@ -502,6 +508,7 @@ def _segment(row: PackedMicrobatch, index: int) -> PackedMicrobatch:
         teacher_logprobs=None if row.teacher_logprobs is None else row.teacher_logprobs[start:end],
         teacher_top_ids=top_ids,
         teacher_top_logprobs=top_logprobs,
+        routes=row.routes[index : index + 1],
     )
 
 

@@ -419,12 +419,18 @@ def _samples(groups: Sequence[RolloutGroup], advantages: Values) -> list[Trainin
     behaviour_logprobs[~loss_mask] = 0
     on_tokens = np.zeros(len(loss_mask), np.float32)
     on_tokens[loss_mask] = advantages
-    columns: list[Any] = [token_ids.astype(np.int32, copy=False), loss_mask, behaviour_logprobs, on_tokens, versions]
+    columns = {
+        "token_ids": token_ids.astype(np.int32, copy=False),
+        "loss_mask": loss_mask,
+        "behaviour_logprobs": behaviour_logprobs,
+        "advantages": on_tokens,
+        "versions": versions,
+    }
     samples, start = list[TrainingSample](), 0
     for rollout, length in zip(rollouts, num_prompt_tokens, strict=True):
         end = start + length + len(rollout.token_ids)
-        own = [column[start:end] for column in columns]
-        samples.append(TrainingSample(rollout.group_id, rollout.sample_index, *own))
+        own: dict[str, Any] = {name: column[start:end] for name, column in columns.items()}
+        samples.append(TrainingSample(rollout.group_id, rollout.sample_index, **own, routes=rollout.routes))
         start = end
     return samples
 

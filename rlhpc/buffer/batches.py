@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -174,6 +174,13 @@ class ResolvedGroup:
     trained_version: int = -1  # the version that step trained: staleness is counted against it; -1: none
     applied: bool | None = None  # False: the step was skipped, the version stayed; None: no step
     group_size: int = 0  # rollouts that were wanted of it, if more than admission.group_size
+
+    def without_routes(self) -> ResolvedGroup:
+        """Itself, or a copy whose members have no routes."""
+        if all(each.rollout.routes is None for each in self.group.members):
+            return self
+        members = tuple(each.without_routes() for each in self.group.members)
+        return replace(self, group=replace(self.group, members=members))
 
 
 # -------------------------------------------------------------------------------------------------------- untaken tally

@@ -56,8 +56,9 @@ class FrozenBuffer:
 
         next_index: the result of `seal`.  Raises SegmentError when the groups cannot be written.
         """
+        groups = self.groups if self.segments.keeps_routes else [each.without_routes() for each in self.groups]
         # Uncompressed: it is read once, by a resume, or never.
-        write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, compress=False))
+        write_sealed(directory / BUFFERED_FILE, to_hdf5(groups, {"next_step": self.next_step}, compress=False))
         return {"ledger": self.ledger, "next_segment_index": next_index, "journal": asdict(self.position)}
 
 

@@ -63,7 +63,8 @@ class RolloutJournal:
     def add(self, scored: ScoredRollout, prompt: Prompt, admitted_version: int) -> int:
         """Keep a rollout for the next commit; return its number in the run.  prompt, admitted_version: of its group."""
         self._last += 1
-        self._pending.append(JournalRecord(self._last, scored, prompt, admitted_version))
+        # Routes are many times as long as all else, and every rollout waits for this file.
+        self._pending.append(JournalRecord(self._last, scored.without_routes(), prompt, admitted_version))
         return self._last
 
     def note(self, event: Event) -> None:

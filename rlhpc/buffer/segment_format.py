@@ -37,6 +37,7 @@ from rlhpc.protocol.types import (
     Prompt,
     Rollout,
     RolloutGroup,
+    Routes,
     ScoredRollout,
     TeacherScores,
     Verdict,
@@ -249,8 +250,8 @@ def opened_file(path: Path) -> Iterator[Hdf5Columns]:
 
 Columns = dict[str, NDArray[Any]]
 
-SCHEMA = 3
-READABLE = (2, SCHEMA)  # files of schema 2 lack the columns of teachers
+SCHEMA = 4
+READABLE = (2, 3, SCHEMA)  # earlier files lack some columns, LATER_COLUMNS
 ROLLOUT_TEXTS = ("detail", "reward_parts", "token_rewards")
 TEXT_COLUMNS = ("groups/task", "groups/reference", *(f"rollouts/{name}" for name in ROLLOUT_TEXTS))
 WORD_COLUMNS = ("groups/drop_reason", "rollouts/verdict", "rollouts/finish_reason")  # fixed-length ASCII
@@ -267,6 +268,9 @@ _TEACHER_COLUMNS: dict[str, tuple[np.dtype[Any], str]] = {  # dtype, the offsets
     "rollouts/teacher_top_logprobs": (np.dtype("<f4"), "rollouts/teacher_top_offsets"),
 }
 TEACHER_COLUMNS = (*_TEACHER_COLUMNS, "rollouts/teacher_offsets", "rollouts/teacher_top_offsets")
+ROUTE_COLUMNS = ("rollouts/routes", "rollouts/routes_offsets")
+LATER_COLUMNS = dict.fromkeys(TEACHER_COLUMNS, 3) | dict.fromkeys(ROUTE_COLUMNS, 4)  # column → its first schema
+_ROUTES_HEAD = struct.Struct("<3i")  # tokens, layers and experts a token, before the packed ids
 _GROUP_SCALARS: dict[str, np.dtype[Any]] = {
     "group_id": np.dtype("<i8"),
     "prompt_id": np.dtype("<i8"),
@@ -327,6 +331,7 @@ class _RolloutRow:
     token_rewards: bytes
     tokens: tuple[NDArray[Any], ...]  # in the order of _TOKEN_COLUMNS
     teacher: tuple[NDArray[Any], ...]  # in the order of _TEACHER_COLUMNS; empty: no teacher was asked
+    routes: NDArray[Any]  # uint8; empty: it has none
 
     def crc32(self) -> int:
         crc = crc32(struct.pack("<3qd", self.group_id, self.sample_index, len(self.tokens[0]), self.reward))
@@ -338,7 +343,7 @@ class _RolloutRow:
             crc = crc32(struct.pack("<2q", *map(len, self.teacher[:2])), crc)
             for values in self.teacher:
                 crc = crc32(values.data, crc)
-        return crc
+        return crc32(self.routes.data, crc) if len(self.routes) else crc  # without routes as in schema 3
 
 
 def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
@@ -364,6 +369,8 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     for position, (name, (dtype, offsets)) in enumerate(_TEACHER_COLUMNS.items()):
         columns[name] = _concatenate([row.teacher[position] for row in rows], dtype)
         columns[offsets] = _offsets(len(row.teacher[position]) for row in rows)
+    columns["rollouts/routes"] = _concatenate([row.routes for row in rows], np.dtype("u1"))
+    columns["rollouts/routes_offsets"] = _offsets(len(row.routes) for row in rows)
     columns["rollouts/crc32"] = np.array([row.crc32() for row in rows], dtype="<u4")
     for column in TEXT_COLUMNS:
         table, name = column.split("/")
@@ -373,11 +380,11 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     return columns
 
 
-def without_teachers(name: str, num_rollouts: int) -> NDArray[Any]:
-    """Return what a column of TEACHER_COLUMNS holds if no teacher was asked: files of schema 2 have none."""
-    if name in _TEACHER_COLUMNS:
-        return np.empty(0, _TEACHER_COLUMNS[name][0])
-    return np.zeros(num_rollouts + 1, "<i8")
+def empty_column(name: str, num_rollouts: int) -> NDArray[Any]:
+    """Return what a column of LATER_COLUMNS holds if no rollout has such numbers, as in files of earlier schemas."""
+    if name.endswith("_offsets"):
+        return np.zeros(num_rollouts + 1, "<i8")
+    return np.empty(0, _TEACHER_COLUMNS[name][0] if name in _TEACHER_COLUMNS else "u1")
 
 
 def teachers_of(columns: Columns) -> Iterator[tuple[int, TeacherScores]]:
@@ -386,6 +393,24 @@ def teachers_of(columns: Columns) -> Iterator[tuple[int, TeacherScores]]:
     for row, arrays in enumerate(zip(*said, strict=True)):
         if any(map(len, arrays)):
             yield row, TeacherScores(*arrays)
+
+
+def routes_of(columns: Columns) -> Iterator[tuple[int, Routes]]:
+    """Iterate over (row of rollouts/, its routes), without unpacking them.  Raises ValueError, struct.error."""
+    for row, data in enumerate(_slices(columns["rollouts/routes"], columns["rollouts/routes_offsets"])):
+        if (routes := _to_routes(data)) is not None:
+            yield row, routes
+
+
+def _to_routes(data: NDArray[Any]) -> Routes | None:
+    return Routes(*_ROUTES_HEAD.unpack_from(data.data), data[_ROUTES_HEAD.size :]) if len(data) else None
+
+
+def _of_routes(routes: Routes | None) -> NDArray[np.uint8]:
+    if routes is None:
+        return np.empty(0, np.uint8)
+    head = _ROUTES_HEAD.pack(routes.num_tokens, routes.num_layers, routes.top_k)
+    return np.concatenate([np.frombuffer(head, np.uint8), routes.packed])
 
 
 def from_columns(columns: Columns, source: str) -> list[ResolvedGroup]:
@@ -479,6 +504,7 @@ def _rollout_row(scored: ScoredRollout) -> _RolloutRow:
         token_rewards=encode_token_rewards(scored.token_rewards),
         tokens=tuple(np.ascontiguousarray(a, dtype=t) for a, t in zip(arrays, _TOKEN_COLUMNS.values(), strict=True)),
         teacher=tuple(np.ascontiguousarray(a, dtype=t).reshape(-1) for a, t in zip(said, kinds, strict=True)),
+        routes=_of_routes(rollout.routes),
     )
 
 
@@ -487,9 +513,10 @@ def _read_rollouts(columns: Columns, source: str) -> Iterable[_RolloutRow]:
     offsets = columns["rollouts/token_offsets"]
     tokens = zip(*(_slices(columns[name], offsets) for name in _TOKEN_COLUMNS), strict=True)
     said = zip(*(_slices(columns[name], columns[cut]) for name, (_, cut) in _TEACHER_COLUMNS.items()), strict=True)
-    for index, (arrays, teacher) in enumerate(zip(tokens, said, strict=True)):
+    chosen = _slices(columns["rollouts/routes"], columns["rollouts/routes_offsets"])
+    for index, (arrays, teacher, routes) in enumerate(zip(tokens, said, chosen, strict=True)):
         fields = _row_fields(columns, "rollouts", _ROLLOUT_SCALARS, texts, index)
-        row = _RolloutRow(tokens=arrays, teacher=teacher, **fields)
+        row = _RolloutRow(tokens=arrays, teacher=teacher, routes=routes, **fields)
         if row.crc32() != columns["rollouts/crc32"][index]:
             where = f"rollout {row.group_id}:{row.sample_index}"
             raise SegmentError(f"{source}: rollouts row {index} ({where}): checksum differs")
@@ -533,6 +560,7 @@ def _to_scored(row: _RolloutRow, prompt_id: int) -> ScoredRollout:
             versions=versions,
             loss_mask=loss_mask.view(np.bool_),
             finish_reason=FinishReason(row.finish_reason.decode()),
+            routes=_to_routes(row.routes),
         ),
         reward=row.reward,
         verdict=Verdict(row.verdict.decode()),

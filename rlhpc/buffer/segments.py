@@ -28,22 +28,22 @@ from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import ResolvedGroup
 from rlhpc.buffer.segment_format import (
+    LATER_COLUMNS,
     READABLE,
     SCHEMA,
-    TEACHER_COLUMNS,
     TEXT_COLUMNS,
     WORD_COLUMNS,
     Attributes,
     Columns,
     Hdf5Columns,
     decode_text,
+    empty_column,
     from_columns,
     hdf5_image,
     opened_file,
     opened_image,
     texts_of,
     to_columns,
-    without_teachers,
 )
 from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import SegmentError
@@ -148,7 +148,7 @@ def _write_durably(path: Path, data: bytes) -> None:
 USER_BLOCK_BYTES = 512
 USER_BLOCK_MAGIC = b"rlhpc rollouts\n"
 MAX_SEGMENT_TOKENS = 1 << 23  # of completions, 109 MB of arrays: sealing or reading one takes twice that
-_BYTES_PER_TOKEN = 13  # of these arrays; a teacher's count as so many tokens more
+_BYTES_PER_TOKEN = 13  # of these arrays; a teacher's and routes count as so many tokens more
 
 
 class SegmentWriter:
@@ -169,8 +169,9 @@ class SegmentWriter:
         clock: Clock,
         wall_clock: Clock = time.time,
         fence: Fence | None = None,
+        keeps_routes: bool = False,
     ) -> None:
-        self._directory, self._fence = directory, fence
+        self._directory, self._fence, self.keeps_routes = directory, fence, keeps_routes
         self._next_index = first_index
         self._attributes: Attributes = {"run_name": run_name, "run_attempt": run_attempt}
         self._max_groups, self._max_s = max_groups, max_s
@@ -204,6 +205,7 @@ class SegmentWriter:
 
     def add(self, resolved: ResolvedGroup) -> None:
         """Keep a group for the next segment."""
+        resolved = resolved if self.keeps_routes else resolved.without_routes()
         with self._counting:
             if not self._pending:
                 self._pending_since_s = self._clock()
@@ -292,10 +294,11 @@ class SegmentWriter:
 
 
 def _num_tokens(resolved: ResolvedGroup) -> int:
-    """Tokens of completions, and as many as would take the room of their teachers' numbers."""
+    """Tokens of completions, and as many as would take the room of their teachers' numbers and routes."""
     members = resolved.group.members
     said = [each.teacher for each in members if each.teacher is not None]
     num_bytes = sum(4 * len(each.logprobs) + 8 * each.flat_top_ids.size for each in said)
+    num_bytes += sum(len(each.rollout.routes.packed) for each in members if each.rollout.routes is not None)
     return sum(len(each.rollout.token_ids) for each in members) + num_bytes // _BYTES_PER_TOKEN
 
 
@@ -339,7 +342,7 @@ def read_segment(path: Path) -> list[ResolvedGroup]:
     try:
         with opened_image(data) as file:
             _known_schema(path, file)
-            names = dict.fromkeys([*file.names("groups"), *file.names("rollouts"), *TEACHER_COLUMNS])
+            names = dict.fromkeys([*file.names("groups"), *file.names("rollouts"), *LATER_COLUMNS])
             columns, num_groups = _columns(path, file, list(names)), file.attribute("num_groups")
             groups = from_columns(columns, str(path))
             if len(groups) != num_groups:
@@ -407,10 +410,9 @@ def _verify_file(path: Path, data: bytes) -> None:
 
 
 def _columns(path: Path, file: Hdf5Columns, names: Sequence[str]) -> Columns:
-    is_older = _known_schema(path, file) < SCHEMA
-    missing = {name for name in names if name in TEACHER_COLUMNS} if is_older else set()
-    empty = {name: without_teachers(name, int(file.attribute("num_rollouts"))) for name in missing}
-    return {name: empty[name] if name in missing else file.column(name) for name in names}
+    schema, num_rollouts = _known_schema(path, file), int(file.attribute("num_rollouts"))
+    missing = {name for name in names if LATER_COLUMNS.get(name, schema) > schema}
+    return {name: empty_column(name, num_rollouts) if name in missing else file.column(name) for name in names}
 
 
 def _known_schema(path: Path, file: Hdf5Columns) -> int:

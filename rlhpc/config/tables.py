@@ -526,6 +526,9 @@ class BufferConfig(Section):
     """Running rollouts are reported each time they grow by this many tokens: the most of each that a death loses."""
     partial_interval_s: Annotated[Duration, Usual(0.05, 3600, SECONDS)] = 10.0
     """Or when they have grown at all for this long; at most a quarter of admission.lease_deadline_s."""
+    keep_routes: Annotated[bool, only_with("algorithm.routing_replay")] = False
+    """Keep the experts of each token in segments and in checkpoints' rollouts: of 48 layers with 128 experts, 8 a
+    token, 250 bytes a token, where all else takes about 8."""
 
     @rule
     def reports_renew_leases(self, config: Config, key: Keys) -> Faults:

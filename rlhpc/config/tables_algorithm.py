@@ -327,6 +327,9 @@ class AlgorithmConfig(Section):
     """Where the clipped ratio starts.  Decoupled PPO: the trainer's log-probabilities at the start of the batch, which
     with one optimiser step a batch are the current ones ("current"), or those of a separate forward pass
     ("recompute").  A-3PO: interpolated by staleness ("loglinear").  PPO: the sampler's ("behaviour")."""
+    routing_replay: bool = False
+    """Mixtures of experts: the policy's routers in the trainer take the experts that the engine chose for each token,
+    with weights of their own (R3, docs/algorithms.md, Routing replay)."""
 
     @property
     def own_formulas(self) -> list[tuple[str, str]]:
@@ -423,6 +426,17 @@ class AlgorithmConfig(Section):
                 f"{key.loss} with {key.proximal} and {key.minibatches}, {key.epochs}: the importance weight would stay "
                 "that of the batch's start, and the loss has no ratio that corrects for the steps since; legal: "
                 "'current', or another algorithm.loss"
+            )
+
+    @rule
+    def replayed_steps_are_the_same(self, config: Config, key: Keys) -> Faults:
+        """`routing_replay`: not with `run.deterministic`; journals have no routes, and a step that is trained again
+        after a crash would have other bits.
+        """
+        if self.routing_replay and config.run.deterministic:
+            yield (
+                f"{key.routing_replay} with {key.run.deterministic}: journals have no routes, so that a step that is "
+                "trained again after a crash would have other bits; legal: false, or run.deterministic=false"
             )
 
     @rule

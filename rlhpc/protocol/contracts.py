@@ -586,6 +586,9 @@ class TrainerBackend(ABC):
     ) -> list[Tensor]:
         """Log-probability of every token under the current parameters, without gradient.
 
+        Routes of rows are obeyed here and in accumulate and step, if algorithm.routing_replay is set, but not by the
+        reference: its routers choose.
+
         temperature: None for that of the run.  of_reference: under the copy of hold_reference, which is swapped with
         the parameters meanwhile; they are bitwise unchanged afterwards, even if this raises.
         float32 [T] per micro-batch, 0 on the first token of a segment; on the device of the model.

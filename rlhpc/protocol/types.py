@@ -9,7 +9,7 @@ Entry t of an array over tokens describes token t: its log-probability is that o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -101,6 +101,20 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """Experts that the engine's mixtures chose for the first tokens of prompt and completion.  Made by generation/.
+
+    The last token of a completion never is an input of the engine, and so has none.  In memory and on the wire alone:
+    journals do not have them, segments only if asked (buffer.keep_routes).
+    """
+
+    num_tokens: int
+    num_layers: int  # mixtures, in the order of the model
+    top_k: int  # experts of a token in each
+    packed: UInt8  # models/routes.py
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled completion.  Made by generation/."""
 
@@ -112,6 +126,7 @@ class Rollout:
     versions: Int32  # [Lc] policy version that sampled each token, never decreasing
     loss_mask: Bool  # [Lc] False on tokens the policy did not choose (tool output)
     finish_reason: FinishReason
+    routes: Routes | None = None  # None: not asked for, or lost (with a crash of the controller, for instance)
 
 
 class Verdict(StrEnum):
@@ -168,6 +183,12 @@ class ScoredRollout:
     failure: str = ""  # of a VERIFIER_ERROR, its kind (rewards/outcomes.py); not kept in segments
     teacher: TeacherScores | None = None  # None: no teacher was asked
 
+    def without_routes(self) -> ScoredRollout:
+        """Itself, or a copy without routes, for files that do not keep them."""
+        if self.rollout.routes is None:
+            return self
+        return replace(self, rollout=replace(self.rollout, routes=None))
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
@@ -201,6 +222,7 @@ class TrainingSample:
     teacher_logprobs: Float32 | None = None  # [L] 0 where loss_mask is False
     teacher_top_ids: Int32 | None = None  # [n · k] of its n loss tokens: the teacher's k most likely in their place
     teacher_top_logprobs: Float32 | None = None  # [n · k] of these
+    routes: Routes | None = None  # of its first tokens; the trainer's routers choose for all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +243,7 @@ class PackedMicrobatch:
     teacher_logprobs: Float32 | None = None  # [T] 0 off the loss mask; None: no sample has them, or there is none
     teacher_top_ids: Int32 | None = None  # [n · k] of its n loss tokens
     teacher_top_logprobs: Float32 | None = None  # [n · k]
+    routes: tuple[Routes | None, ...] = ()  # [S], or (): no sample has them
 
 
 @dataclass(frozen=True, slots=True)

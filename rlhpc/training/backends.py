@@ -38,6 +38,7 @@ from rlhpc.training.logprob import (
     sums_over_ranks,
     token_row,
 )
+from rlhpc.training.route_replay import HfReplay, without_routes
 from rlhpc.training.trainer_state import STATE_KINDS, TrainerCheckpoint, on_all_ranks, read_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------- determinism
@@ -515,6 +516,7 @@ class ReplicatedBackend(StatefulBackend):
 
     _rank: int
     _world_size: int
+    _replay: HfReplay | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -536,11 +538,9 @@ class ReplicatedBackend(StatefulBackend):
         self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
     ) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
+        rows = without_routes(microbatches) if of_reference else microbatches
         with self._reference.in_place(of_reference):
-            return [
-                self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature).logprobs
-                for microbatch in microbatches
-            ]
+            return [self._found(row, all_but_first(row), temperature=temperature).logprobs for row in rows]
 
     def sum_over_replicas(self, figures: Mapping[str, float]) -> dict[str, float]:
         """See TrainerBackend; every rank is a replica."""
@@ -557,7 +557,7 @@ class ReplicatedBackend(StatefulBackend):
         is_last_part: bool,
     ) -> None:
         for index, microbatch in enumerate(microbatches):
-            found = self._token_logprobs(
+            found = self._found(
                 microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
             )
             of_this_row = {name: of_row(rows, index) for name, rows in anchors.items()}
@@ -566,6 +566,11 @@ class ReplicatedBackend(StatefulBackend):
             is_last = is_last_part and index == len(microbatches) - 1
             self._backward(loss_sum, found.logprobs, sums.divisor, is_last=is_last)
             sums.metrics.add({**metrics, "entropy": found.entropy_sum, "loss": loss_sum.detach()})
+
+    def _found(self, microbatch: PackedMicrobatch, wanted: NDArray[np.bool_], **options: Any) -> FoundTokens:
+        if self._replay is not None:
+            self._replay.begin_row(microbatch, self._device)
+        return self._token_logprobs(microbatch, wanted, **options)
 
     @abstractmethod
     def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:

@@ -32,6 +32,7 @@ from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
 from rlhpc.training.logprob import VALUE_HEAD, head_logprobs, token_values
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 from rlhpc.training.packed_delta_net import by_transformers_alone, pack_delta_nets
+from rlhpc.training.route_replay import HfReplay, mixture_of
 
 # --------------------------------------------------------------------------------------------------------- hf attention
 #
@@ -181,6 +182,7 @@ class CausalLM:
     head_weight: nn.Parameter  # [V, H]; also among `parameters`, under the embedding's name if tied
     trunk: Callable[..., Any]
     head: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = head_logprobs  # or token_values, for a critic
+    replay: HfReplay | None = None  # None: its routers choose
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan) -> Tensor:
         """Final hidden states [T, H] of one packed row; token_ids and position_ids int64 [T]."""
@@ -210,7 +212,9 @@ def load_trained(
         recompute_activations=config.trainer.recompute_activations == "full",
         max_tokens=config.generation.max_tokens,
     )
-    return with_value_head(model) if has_value_head else model
+    if has_value_head:
+        return with_value_head(model)
+    return _with_replay(model, config.model.path) if config.algorithm.routing_replay else model
 
 
 def load_causal_lm(
@@ -278,6 +282,16 @@ def with_value_head(model: CausalLM) -> CausalLM:
     is_tied = embedding.weight is head
     kept = {name: each for name, each in model.parameters.items() if is_tied or each is not head}
     return replace(model, parameters=kept | {VALUE_HEAD: weight}, head_weight=weight, head=token_values)
+
+
+def _with_replay(model: CausalLM, path: Path) -> CausalLM:
+    """Attach the replay of routes.  Raises ConfigError for a model whose routers cannot be told."""
+    replay, device = HfReplay(model.module, mixture_of(path)), model.head_weight.device
+    row = torch.arange(1, 1 + TRIAL_LENGTHS[0], device=device) % model.head_weight.shape[0]
+    plan = SegmentPlan.of(np.array((0, len(row)), np.int32), device)
+    positions = torch.arange(len(row), device=device)
+    replay.refuse_deaf(lambda: model.hidden_states(row, positions, plan), len(row), device, path)
+    return replace(model, replay=replay)
 
 
 def _rotate_as_engines(config: Any, max_tokens: int) -> None:

@@ -62,7 +62,7 @@ class ReferenceBackend(OptimizerBackend, ReplicatedBackend):
         """
         self._model, self._settings, self._lora = model, settings, lora
         self._rank, self._world_size, self._owns_group = rank, world_size, owns_group
-        self._device = model.head_weight.device
+        self._device, self._replay = model.head_weight.device, model.replay
         self._optimizer = FlatAdamW(model.parameters, betas=settings.betas, eps=settings.eps)
         if lora is not None:
             self._adapter_form, self._adapter_record = lora.form, lora.record

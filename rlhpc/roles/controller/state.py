@@ -442,6 +442,7 @@ def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock)
         max_s=SEGMENT_S,
         clock=clock,
         fence=context.fence,
+        keeps_routes=config.buffer.keep_routes,
     )
 
 

@@ -68,7 +68,7 @@ class DeepSpeedBackend(ReplicatedBackend):
         self._stage, self._device = settings.trainer.zero_stage, device
         self._bucket_elements = settings.bucket_elements
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._parameters = model.parameters
+        self._parameters, self._replay = model.parameters, model.replay
         masters: dict[str, Tensor] = {}
         if settings.dtype != torch.float32:
             masters = {name: parameter.detach() for name, parameter in model.parameters.items()}
@@ -270,7 +270,7 @@ class DeepSpeedBackend(ReplicatedBackend):
         """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""
         self._undo.close()  # the second call has nothing to undo
         self._engine = None
-        for part in ("_state", "_saver", "_parameters", "_gate", "_reference", "_average", "_lora"):
+        for part in ("_state", "_saver", "_parameters", "_gate", "_reference", "_average", "_lora", "_replay"):
             self.__dict__.pop(part, None)
 
 

@@ -11,7 +11,8 @@ no kernel of its own; the gradient of that gather is summed back to its owners.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +31,7 @@ from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.logprob import SoftTargets, on_device
 from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, packed_attention, varlen_causal
+from rlhpc.training.route_replay import StageReplay
 
 # ------------------------------------------------------------------------------------------------------------- row plan
 #
@@ -88,6 +90,7 @@ class RowPlan:
     whole: SegmentPlan | None
     chunks: tuple[ChunkPlan, ...]
     order: Tensor | None  # int64 [P] see row_order
+    experts: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, int16 [L, k] of route_replay.choice
 
     @classmethod
     def of(cls, borders: NDArray[np.int32], num_ranks: int, rank: int, device: torch.device) -> RowPlan:
@@ -159,10 +162,12 @@ class LocalRow:
         layout: ParallelLayout,
         context_rank: int,
         device: torch.device,
+        replay: StageReplay | None = None,
     ) -> LocalRow:
         """Cut out the part of `context_rank`.
 
-        wanted: bool [T], never True on the first token of a segment, which nothing predicts.
+        wanted: bool [T], never True on the first token of a segment, which nothing predicts.  replay: None: the row's
+        routes are not obeyed.
         """
         borders = _padded_borders(microbatch.cu_seqlens, layout.row_multiple)
         padding = int(borders[-1]) - len(microbatch.token_ids)
@@ -173,12 +178,13 @@ class LocalRow:
         predictors = np.flatnonzero(is_predictor)
         targets = tokens[predictors] + 1
         order = np.cumsum(wanted)[targets] - 1  # of each among the wanted tokens of the whole row
+        experts = {} if replay is None else replay.of_row(microbatch, len(token_ids), tokens, device)
         return cls(
             token_ids=on_device(token_ids[tokens], device),
             position_ids=on_device(position_ids[tokens], device),
             targets=on_device(token_ids[targets], device),
             predictors=on_device(predictors, device),
-            packed=RowPlan.of(borders, layout.context, context_rank, device),
+            packed=replace(RowPlan.of(borders, layout.context, context_rank, device), experts=experts),
             soft=SoftTargets.of(microbatch, wanted, device, places=order),
         )
 

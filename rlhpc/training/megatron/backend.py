@@ -45,9 +45,10 @@ from rlhpc.training.megatron.checkpoint import (
 )
 from rlhpc.training.megatron.cpu import prepare_cpu
 from rlhpc.training.megatron.hf_weights import ModelSource, RankModel, RankState
-from rlhpc.training.megatron.model import HeadRequest
+from rlhpc.training.megatron.model import HeadRequest, attach_replay
 from rlhpc.training.megatron.optimizer import MegatronAdamW, OptimizerSettings, wrap_chunks
 from rlhpc.training.ranks import DTYPES, Exchange, RankContext, close_process_group, device_of, open_process_group
+from rlhpc.training.route_replay import StageReplay, mixture_of, without_routes
 from rlhpc.training.trainer_state import TrainerCheckpoint, fingerprint
 
 # ------------------------------------------------------------------------------------------------------------- parallel
@@ -115,9 +116,11 @@ class Work:
 class Schedule:
     """Runs one rank's part of forward and backward."""
 
-    def __init__(self, chunks: Sequence[Any], layout: ParallelLayout, device: torch.device) -> None:
-        """chunks: wrapped in DistributedDataParallel, in the order of this stage."""
-        self._chunks, self._layout, self._device = list(chunks), layout, device
+    def __init__(
+        self, chunks: Sequence[Any], layout: ParallelLayout, device: torch.device, replay: StageReplay | None = None
+    ) -> None:
+        """chunks: wrapped in DistributedDataParallel, in the order of this stage.  replay: None: routers choose."""
+        self._chunks, self._layout, self._device, self._replay = list(chunks), layout, device, replay
         self._context_rank: int = parallel_state.get_context_parallel_rank()
         self._context_group = parallel_state.get_context_parallel_group()
         config = self._chunks[0].config
@@ -163,7 +166,8 @@ class Schedule:
     ) -> None:
         rows = self._filled_up(work)
         local_rows = [
-            LocalRow.of(row.microbatch, row.wanted, self._layout, self._context_rank, self._device) for row in rows
+            LocalRow.of(row.microbatch, row.wanted, self._layout, self._context_rank, self._device, self._replay)
+            for row in rows
         ]
         step = partial(self._step, request, partial(self._loss_of, work, request.has_entropy_gradient, loss_callback))
         iterators = [iter(enumerate(local_rows)) for _ in self._chunks]
@@ -293,12 +297,14 @@ class MegatronBackend(OptimizerBackend):
             overlap_grad_reduce=trainer.overlap_grad_reduce,
             is_offloaded=trainer.optimizer_offload,
         )
+        is_replayed = config.algorithm.routing_replay and not has_value_head
+        replay = attach_replay(model.chunks, mixture_of(config.model.path)) if is_replayed else None
         wrapped = wrap_chunks(model.chunks, settings)
         optimizer = MegatronAdamW(wrapped, settings)
         backend = cls(
             model,
             optimizer,
-            Schedule(wrapped, model.layout, device),
+            Schedule(wrapped, model.layout, device, replay),
             config.generation.temperature,
             config.checkpoint.trainer_format,
         )
@@ -349,7 +355,8 @@ class MegatronBackend(OptimizerBackend):
             rows[index].copy_(row)
             return entropies.sum()
 
-        work = [Work(microbatch, all_but_first(microbatch)) for microbatch in microbatches]
+        shown = without_routes(microbatches) if of_reference else microbatches
+        work = [Work(microbatch, all_but_first(microbatch)) for microbatch in shown]
         with self._reference.in_place(of_reference):
             self._schedule.forward(work, self._request(want_entropy=False, temperature=temperature), keep)
         if self._layout.pipeline > 1:

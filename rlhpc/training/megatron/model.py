@@ -9,6 +9,7 @@ same whether it is there or not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.routes import MixtureForm
 from rlhpc.models.shape import ParallelLayout
 from rlhpc.training.layer_functions import rotation_of
 from rlhpc.training.logprob import VocabularyShard, head_logprobs, token_values
@@ -48,6 +50,7 @@ from rlhpc.training.megatron.model_config import (
     RMSNorm,
     rotary_frequencies,
 )
+from rlhpc.training.route_replay import StageReplay, choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,50 @@ def build_chunks(
             _mark(module)
         chunks.append(chunk)
     return chunks
+
+
+# ------------------------------------------------------------------------------------------------------- routing replay
+#
+# The routes of a row reach each layer with its RowPlan; the layer tells its router, at the seam where Megatron's own
+# replay has its place (megatron.core.transformer.moe.router_replay).  Megatron's keeps a list for the process, a queue
+# for layers that are computed again, and a mode to be switched between forward and backward: none is needed here.
+
+
+class _GivenRoutes:
+    """Stands in the place of Megatron's RouterReplay in one router."""
+
+    def __init__(self) -> None:
+        self.experts: Tensor | None = None  # int16 [tokens of the router, k] of the row under way; None: not replayed
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return (values, ids) of the experts [tokens, k]; choose: Megatron's own choice.  Signature by Megatron."""
+        values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.experts is None:
+            return values, own
+        chosen = choice(own, self.experts)
+        return scores.gather(1, chosen), chosen
+
+
+def attach_replay(chunks: Sequence[Any], form: MixtureForm) -> StageReplay:
+    """Have the routers of this rank's chunks obey the routes of rows."""
+    found = []
+    for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
+        if (router := getattr(layer.mlp, "router", None)) is not None:
+            router.router_replay = _GivenRoutes()
+            layer.register_forward_pre_hook(_tell_router, with_kwargs=True)
+            found.append(layer.layer_number - 1)
+    return StageReplay(form, tuple(found))
+
+
+def _tell_router(layer: Any, _: Any, kwargs: dict[str, Any]) -> None:
+    """Called before a layer's forward pass, also when it is computed again."""
+    experts: Tensor | None = kwargs["packed_seq_params"].experts.get(layer.layer_number - 1)
+    if experts is not None and layer.config.sequence_parallel:
+        group = layer.pg_collection.tp
+        experts = experts.chunk(group.size())[group.rank()]
+    layer.mlp.router.router_replay.experts = experts
 
 
 def _mark(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ from rlhpc.buffer.journal import JournalRecord
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.prefixes import PartialRollout, id_checksum
 from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.models.routes import MixtureForm
 from rlhpc.protocol.types import (
     FinishReason,
     Prefix,
     Prompt,
     Rollout,
     RolloutGroup,
+    Routes,
     SamplingParams,
     ScoredRollout,
     TeacherScores,
@@ -81,6 +83,7 @@ def make_scored(group_id: int, sample_index: int, *, length: int | None = None, 
         versions=np.sort(rng.integers(0, 4, num_tokens, dtype=np.int32)),
         loss_mask=rng.random(num_tokens) < 0.8,
         finish_reason=changes.pop("finish_reason", FinishReason.STOP),
+        routes=changes.pop("routes", None),
     )
     reward = float(sample_index % 2)
     fields = {
@@ -97,6 +100,12 @@ def make_teacher(length: int, num_top: int = 0, seed: int = 0) -> TeacherScores:
     rng = np.random.default_rng([length, num_top, seed])
     ids = rng.integers(0, 50_000, length * num_top, dtype=np.int32)
     return TeacherScores(-rng.random(length, dtype=np.float32), ids, -rng.random(len(ids), dtype=np.float32))
+
+
+def make_routes(num_tokens: int) -> Routes:
+    """Routes of a model with two mixtures of 8 experts, 2 a token."""
+    experts = np.argsort(np.random.default_rng(num_tokens).random((num_tokens, 2, 8)), axis=2)[:, :, :2]
+    return MixtureForm((0, 1), 8, 2).pack(experts)
 
 
 def make_record(sequence: int, scored: ScoredRollout, admitted_version: int = 0) -> JournalRecord:
@@ -135,6 +144,10 @@ def _assert_same_rollout(mine: Rollout, theirs: Rollout) -> None:
         left, right = getattr(mine, name), getattr(theirs, name)
         assert left.dtype == right.dtype
         assert left.tobytes() == right.tobytes()
+    assert (mine.routes is None) == (theirs.routes is None)
+    if mine.routes is not None and theirs.routes is not None:
+        assert replace(mine.routes, packed=theirs.routes.packed) == theirs.routes
+        assert mine.routes.packed.tobytes() == theirs.routes.packed.tobytes()
 
 
 def assert_same_prompt(mine: Prompt, theirs: Prompt) -> None:

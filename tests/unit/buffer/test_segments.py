@@ -16,7 +16,15 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from rollout_samples import ManualClock, assert_same_group, make_group, make_prompt, make_scored, make_teacher
+from rollout_samples import (
+    ManualClock,
+    assert_same_group,
+    make_group,
+    make_prompt,
+    make_routes,
+    make_scored,
+    make_teacher,
+)
 
 from rlhpc.base.ownership import Fence
 from rlhpc.base.run_directory import RunLayout
@@ -27,7 +35,7 @@ from rlhpc.buffer.history import EVENTS
 from rlhpc.buffer.journal import JOURNAL
 from rlhpc.buffer.log import FileHead
 from rlhpc.buffer.prefixes import PARTIALS
-from rlhpc.buffer.segment_format import SCHEMA, TEACHER_COLUMNS, deflated_chunks, without_teachers
+from rlhpc.buffer.segment_format import ROUTE_COLUMNS, SCHEMA, TEACHER_COLUMNS, deflated_chunks, empty_column
 from rlhpc.buffer.segments import (
     USER_BLOCK_BYTES,
     SegmentWriter,
@@ -56,13 +64,21 @@ def make_writer(directory: Path, clock: ManualClock | None = None, **changes: ob
     return SegmentWriter(directory, 0, **(settings | changes))
 
 
-def sample_groups() -> list[ResolvedGroup]:
-    """With all that a segment can say."""
+def groups_of_schema_3() -> list[ResolvedGroup]:
+    """With all that a segment could say before there were routes."""
     taught = tuple(
         make_scored(9, index, length=7, teacher=None if index == 1 else make_teacher(7, num_top=3 * (index == 2)))
         for index in range(3)
     )
     return [*groups_of_schema_2(), ResolvedGroup(RolloutGroup(9, make_prompt(9), 2, taught))]
+
+
+def sample_groups() -> list[ResolvedGroup]:
+    """With all that a segment can say."""
+    routed = tuple(
+        make_scored(11, index, length=6, routes=make_routes(7) if index != 1 else None) for index in range(3)
+    )
+    return [*groups_of_schema_3(), ResolvedGroup(RolloutGroup(11, make_prompt(11), 2, routed))]
 
 
 def groups_of_schema_2() -> list[ResolvedGroup]:
@@ -365,6 +381,35 @@ def test_the_form_of_a_segment_does_not_change_unnoticed():
     assert_same(read_segment(Path(__file__).parent / "golden_segment.h5"), sample_groups())
 
 
+def test_a_segment_of_schema_3_is_read_and_has_no_routes():
+    older = Path(__file__).parent / "golden_segment_schema_3.h5"
+    assert_same(read_segment(older), groups_of_schema_3())
+    _, columns = read_raw_columns(older, ROUTE_COLUMNS, is_verified=True)
+    num_rollouts = sum(len(each.group.members) for each in groups_of_schema_3())
+    assert [len(columns[name]) for name in ROUTE_COLUMNS] == [0, num_rollouts + 1]
+
+
+def test_routes_reach_a_segment_only_if_asked(tmp_path):
+    for keeps_routes in (True, False):
+        (directory := tmp_path / str(keeps_routes)).mkdir()
+        writer = make_writer(directory, keeps_routes=keeps_routes)
+        for group in sample_groups():
+            writer.add(group)
+        found = [group for path in writer.seal_all() for group in read_segment(path)]
+        assert_same(found, sample_groups() if keeps_routes else [each.without_routes() for each in sample_groups()])
+
+
+@pytest.mark.parametrize("place", [0, 13])  # of its head, of its experts
+def test_a_byte_of_routes_that_was_altered_is_found_without_the_checksum_of_the_file(tmp_path, place):
+    write_sealed(tmp_path / "file.h5", to_hdf5(sample_groups(), {}))
+    data = (tmp_path / "file.h5").read_bytes()
+    (tmp_path / "file.h5").write_bytes(bytes(USER_BLOCK_BYTES) + data[USER_BLOCK_BYTES:])
+    with h5py.File(tmp_path / "file.h5", "r+") as file:
+        file["rollouts/routes"][place] ^= 1
+    with pytest.raises(SegmentError, match=r"rollout 11:0\): checksum differs"):
+        read_segment(tmp_path / "file.h5")
+
+
 def test_a_segment_of_schema_2_is_read_and_has_no_teachers():
     older = Path(__file__).parent / "golden_segment_schema_2.h5"
     assert_same(read_segment(older), groups_of_schema_2())
@@ -395,7 +440,7 @@ def test_a_teacher_that_was_cut_out_of_a_file_is_missed(tmp_path):
     (tmp_path / "file.h5").write_bytes(bytes(USER_BLOCK_BYTES) + data[USER_BLOCK_BYTES:])
     with h5py.File(tmp_path / "file.h5", "r+") as file:
         for name in TEACHER_COLUMNS:
-            values = without_teachers(name, len(file["rollouts/group_id"]))
+            values = empty_column(name, len(file["rollouts/group_id"]))
             del file[name]
             file[name] = values
     with pytest.raises(SegmentError, match=r"rollout 9:0\): checksum differs"):
@@ -529,6 +574,7 @@ def test_the_checksums_are_those_that_the_page_describes():
         said = [cut(rollouts, name, offsets, row) for name, offsets in zip(names, cuts, strict=True)]
         if said[0]:
             record += struct.pack("<2q", len(said[0]) // 4, len(said[1]) // 4) + b"".join(said)
+        record += cut(rollouts, "routes", "routes_offsets", row)
         assert zlib.crc32(record) == rollouts["crc32"][row]
     for row in range(len(groups["group_id"])):
         names = ("group_id", "prompt_id", "admitted_version", "consumed_step", "attempts")

@@ -61,6 +61,7 @@ def pack_row(samples: Sequence[TrainingSample]) -> PackedMicrobatch:
             for name in ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
             if getattr(samples[0], name) is not None
         },
+        routes=tuple(s.routes for s in samples),
     )
 
 
@@ -113,8 +114,12 @@ def clipped_surrogate(
 
 
 def tiny_config(model: Path, **trainer: object) -> Config:
-    """A run file for one tiny model; `trainer` overrides its table; temperature, dtype, lora and form their own."""
+    """A run file for one tiny model; `trainer` overrides its table; temperature, dtype, lora and form their own.
+
+    routing_replay is of [algorithm].
+    """
     temperature, dtype = trainer.pop("temperature", 1.0), trainer.pop("dtype", "float32")
+    algorithm = {"routing_replay": trainer.pop("routing_replay", False)}
     lora, form = trainer.pop("lora", {}), trainer.pop("form", "adapter")
     return Config.model_validate(
         {
@@ -123,6 +128,7 @@ def tiny_config(model: Path, **trainer: object) -> Config:
             "data": {"path": model, "task": "none"},
             "generation": {"max_prompt_tokens": 32, "max_completion_tokens": 64, "temperature": temperature},
             "admission": {"groups_per_step": 2, "group_size": 2},
+            "algorithm": algorithm,
             "lora": lora,
             "weights": {"form": form},
             "trainer": {
