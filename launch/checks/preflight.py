@@ -38,6 +38,7 @@ from rlhpc.models.adapter import (
     refuse_other_adapter,
     refuse_unserved_adapters,
 )
+from rlhpc.models.routes import MixtureForm
 from rlhpc.models.shape import ModelShape, ParallelLayout, language_model, refuse_unsupported
 from rlhpc.protocol.environment import TOOL_SCHEMAS
 from rlhpc.protocol.errors import ConfigError, SandboxError
@@ -244,6 +245,8 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     shape = _shape_that_fits_the_layout(config, model)
     refuse_untrainable(model, config.model.path / "config.json")
     _refuse_unfit_engine(config, model, shape)
+    if config.algorithm.routing_replay:
+        MixtureForm.of_replayed(config.model.path)
     if shape is not None and config.lora.rank:
         _refuse_unfit_adapters(config, model, shape)
     refuse_unfit_services(config)
@@ -254,6 +257,21 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     if config.is_supervised:
         return _look_at_demonstrations(config, model, tokenizer, shape)
     return _look_at_prompts(config, model, tokenizer, shape, roles_run_here=roles_run_here)
+
+
+def route_lines(config: Config, findings: Findings) -> Iterator[str]:
+    """Lines of `rlhpc check` about a mixture's routes: what they cost, or what is missed without."""
+    if (form := MixtureForm.of(findings.model)) is None or config.is_supervised:
+        return
+    name = f"{counted(len(form.layers), 'mixture')} of {form.num_experts} experts, {form.top_k} a token"
+    if config.algorithm.routing_replay:
+        kept = "kept in segments" if config.buffer.keep_routes else "in memory and on the wire alone"
+        yield f"routes      {name}: {form.bytes_per_token} bytes a token before they are packed; {kept}"
+    elif config.model.dtype != "float32":
+        yield (
+            f"warning     {name}, in {config.model.dtype}, without algorithm.routing_replay: where engine and trainer "
+            "choose different experts, their log-probabilities differ (policy/mismatch_kl)"
+        )
 
 
 def has_stage_before(config: Config) -> bool:

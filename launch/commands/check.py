@@ -19,6 +19,7 @@ from launch.checks.preflight import (
     preflight,
     prompt_warnings,
     refuse_heads_of_gpus,
+    route_lines,
     stage_of,
     stop_tokens,
 )
@@ -132,6 +133,7 @@ def _about_prompts(config: Config, findings: Findings) -> Iterator[str]:
     tokenizer = findings.tokenizer
     yield stop_tokens(tokenizer, template, config.generation.stop)
     yield from (f"warning     {each}" for each in prompt_warnings(config, tokenizer, findings.datasets))
+    yield from route_lines(config, findings)
     yield from (f"warning     {each}" for each in teacher_warnings(config, tokenizer))
     yield from other_tokens(config.model.path, tokenizer, [found.example for found in findings.datasets])
 

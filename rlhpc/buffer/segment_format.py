@@ -396,14 +396,19 @@ def teachers_of(columns: Columns) -> Iterator[tuple[int, TeacherScores]]:
 
 
 def routes_of(columns: Columns) -> Iterator[tuple[int, Routes]]:
-    """Iterate over (row of rollouts/, its routes), without unpacking them.  Raises ValueError, struct.error."""
+    """Iterate over (row of rollouts/, its routes), without unpacking them.  Raises ValueError."""
     for row, data in enumerate(_slices(columns["rollouts/routes"], columns["rollouts/routes_offsets"])):
         if (routes := _to_routes(data)) is not None:
             yield row, routes
 
 
 def _to_routes(data: NDArray[Any]) -> Routes | None:
-    return Routes(*_ROUTES_HEAD.unpack_from(data.data), data[_ROUTES_HEAD.size :]) if len(data) else None
+    if not len(data):
+        return None
+    if len(data) < _ROUTES_HEAD.size:
+        raise ValueError(f"routes of {len(data)} bytes")
+    num_tokens, num_layers, top_k = _ROUTES_HEAD.unpack_from(data.data)
+    return Routes(num_tokens, num_layers, top_k, data[_ROUTES_HEAD.size :])
 
 
 def _of_routes(routes: Routes | None) -> NDArray[np.uint8]:

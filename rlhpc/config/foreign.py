@@ -52,6 +52,7 @@ _EVAL_TEMPERATURE = Counterpart("evaluation.temperature")
 _STOP = Counterpart("generation.stop", "a list of texts; a completion is judged without the one that ends it")
 _ENTROPY = Counterpart("algorithm.entropy_coefficient")
 _CAP = Counterpart("algorithm.importance_cap", "the correction is on by default, at 2")
+_ROUTES = Counterpart("algorithm.routing_replay", "the engine's experts in the policy's passes, not in a reference's")
 _MULTIMODAL = _none("models of text alone")
 
 TRL: Mapping[str, Counterpart] = {
@@ -300,6 +301,8 @@ VERL: Mapping[str, Counterpart] = {
     f"{_ROLLOUT}.free_cache_engine": _none("engines and trainer have GPUs of their own"),
     f"{_ROLLOUT}.enable_prefix_caching": Counterpart("generation.prefix_caching"),
     f"{_ROLLOUT}.over_sample_rate": _none("a batch passes stragglers as far as admission.max_staleness allows"),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": _ROUTES,
+    f"{_ACTOR}.router_replay.mode": Counterpart("algorithm.routing_replay", "true for R3; R2 has no counterpart"),
     f"{_ROLLOUT}.multi_turn.max_assistant_turns": Counterpart("environment.max_turns"),
     f"{_ROLLOUT}.multi_turn.tool_config_path": Counterpart("environment.tools"),
     f"{_ROLLOUT}.val_kwargs.temperature": _EVAL_TEMPERATURE,
@@ -402,7 +405,7 @@ PRIME_RL: Mapping[str, Counterpart] = {
     "trainer.loss.dppo_mask_high": Counterpart("algorithm.clip_high", 'of loss = "dppo"'),
     "trainer.loss.kl_tau": Counterpart("algorithm.kl_coefficient", "of the KL from a reference"),
     "trainer.dist_timeout_seconds": Counterpart("weights.timeout_s", "silence of a process: transport.dead_after_s"),
-    "trainer.enable_router_replay": _none("routes are not replayed"),
+    "trainer.enable_router_replay": _ROUTES,
     "orchestrator.batch_size": Counterpart(
         "admission.groups_per_step", "theirs counts rollouts: group_size times ours"
     ),

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from zlib_ng import zlib_ng
 
+from rlhpc.models.weights import object_in
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import Routes
 
@@ -53,6 +55,15 @@ class MixtureForm:
         if experts > MOST_EXPERTS:
             raise ConfigError(f"model config.json: {experts} experts; routes name at most {MOST_EXPERTS}")
         return cls(layers, experts, top_k)
+
+    @classmethod
+    def of_replayed(cls, path: Path) -> MixtureForm:
+        """Read the config.json of a checkpoint.  Raises ConfigError for a dense model, OSError."""
+        if (form := cls.of(object_in(path / "config.json"))) is None:
+            raise ConfigError(
+                f"algorithm.routing_replay=true: model.path={path} has no mixtures of experts; legal: false"
+            )
+        return form
 
     @property
     def bytes_per_token(self) -> int:

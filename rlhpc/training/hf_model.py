@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.config.rules import Config
+from rlhpc.models.routes import MixtureForm
 from rlhpc.models.shape import INNER, LAYER_TYPES, TEXT, WRAPPED
 from rlhpc.models.weights import is_mxfp4, object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
@@ -32,7 +33,7 @@ from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
 from rlhpc.training.logprob import VALUE_HEAD, head_logprobs, token_values
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 from rlhpc.training.packed_delta_net import by_transformers_alone, pack_delta_nets
-from rlhpc.training.route_replay import HfReplay, mixture_of
+from rlhpc.training.route_replay import HfReplay
 
 # --------------------------------------------------------------------------------------------------------- hf attention
 #
@@ -286,7 +287,7 @@ def with_value_head(model: CausalLM) -> CausalLM:
 
 def _with_replay(model: CausalLM, path: Path) -> CausalLM:
     """Attach the replay of routes.  Raises ConfigError for a model whose routers cannot be told."""
-    replay, device = HfReplay(model.module, mixture_of(path)), model.head_weight.device
+    replay, device = HfReplay(model.module, MixtureForm.of_replayed(path)), model.head_weight.device
     row = torch.arange(1, 1 + TRIAL_LENGTHS[0], device=device) % model.head_weight.shape[0]
     plan = SegmentPlan.of(np.array((0, len(row)), np.int32), device)
     positions = torch.arange(len(row), device=device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rlhpc.models.routes import UNKNOWN, MixtureForm
-from rlhpc.models.weights import object_in
 from rlhpc.protocol.errors import ConfigError, RoleFailed
 from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.logprob import on_device
@@ -54,17 +52,6 @@ def row_experts(microbatch: PackedMicrobatch, form: MixtureForm, num_tokens: int
             raise RoleFailed(f"a sample of {end - start} tokens has routes of {len(experts)}")
         found[start : start + len(experts)] = experts
     return found
-
-
-def mixture_of(path: Path) -> MixtureForm:
-    """The mixtures of a checkpoint.  Raises ConfigError for a dense model."""
-    form = MixtureForm.of(object_in(path / "config.json"))
-    if form is None:
-        raise ConfigError(
-            f"algorithm.routing_replay=true: model.path={path} has no mixtures of experts; legal: "
-            "algorithm.routing_replay=false"
-        )
-    return form
 
 
 def without_routes(microbatches: Sequence[PackedMicrobatch]) -> list[PackedMicrobatch]:

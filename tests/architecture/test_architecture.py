@@ -63,7 +63,7 @@ DOORS = {
 
 # What each stage takes and returns: `grep -rn "from rlhpc.protocol.types import" rlhpc` prints the data path.
 _DATA = {"Prompt"}
-_ROLLOUT = {"Rollout", "FinishReason"}
+_ROLLOUT = {"Rollout", "Routes", "FinishReason"}
 _SCORED = {"ScoredRollout", "TeacherScores", "Verdict"}
 _PACKED = {"PackedMicrobatch", "PackedMinibatch", "PackedBatch"}
 STAGES = {

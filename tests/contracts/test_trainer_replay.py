@@ -17,7 +17,6 @@ from rlhpc.protocol.errors import ConfigError, RoleFailed
 from rlhpc.protocol.types import Routes, TrainingSample
 from rlhpc.training.factory import open_backend
 from rlhpc.training.ranks import RankContext
-from rlhpc.training.route_replay import mixture_of
 from tests.contracts.replay_scenarios import obey_routes
 from tests.contracts.trainer_layouts import LAYOUTS, LENGTHS, MIXTURE, MODELS, layout_keys, marks_of, packed
 from tests.contracts.trainer_textbook import hf_logprobs, load_hf, torch_training, weights_on_disk
@@ -93,7 +92,7 @@ def told_logprobs(routers: ToldRouters, samples: list[TrainingSample]) -> list[T
 def test_routers_obey_the_engine_with_weights_and_gradients_of_their_own(cluster, recomputed, model_for, tmp_path):
     """Tokens without routes are routed by the model, and so is a reference; layers computed again replay the same."""
     model = model_for(MIXTURE, cluster.name)
-    form = mixture_of(model)
+    form = MixtureForm.of_replayed(model)
     samples = routed_samples(form)
     rows = packed(samples)
     seen = cluster.run(obey_routes, tmp_path, model=model, rows=rows, recompute_activations=recomputed)
@@ -146,7 +145,7 @@ def test_a_dense_model_and_routes_of_another_model_are_refused_by_name(backend, 
         open_backend(tiny_config(dense, routing_replay=True, **backend), context)
 
     mixture = make_tiny_checkpoint(tmp_path / "mixture", "qwen3_moe", hidden=32, vocabulary=117, tied=False)
-    form, (sample,) = mixture_of(mixture), draw_samples((9,))
+    form, (sample,) = MixtureForm.of_replayed(mixture), draw_samples((9,))
     rng = np.random.default_rng(0)
     opened = open_backend(tiny_config(mixture, routing_replay=True, **backend), context)
     try:

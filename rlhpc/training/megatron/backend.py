@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhpc.config.rules import Config
+from rlhpc.models.routes import MixtureForm
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ParallelLayout
 from rlhpc.protocol.contracts import PolicyLoss
 from rlhpc.protocol.errors import ConfigError
@@ -48,7 +49,7 @@ from rlhpc.training.megatron.hf_weights import ModelSource, RankModel, RankState
 from rlhpc.training.megatron.model import HeadRequest, attach_replay
 from rlhpc.training.megatron.optimizer import MegatronAdamW, OptimizerSettings, wrap_chunks
 from rlhpc.training.ranks import DTYPES, Exchange, RankContext, close_process_group, device_of, open_process_group
-from rlhpc.training.route_replay import StageReplay, mixture_of, without_routes
+from rlhpc.training.route_replay import StageReplay, without_routes
 from rlhpc.training.trainer_state import TrainerCheckpoint, fingerprint
 
 # ------------------------------------------------------------------------------------------------------------- parallel
@@ -298,7 +299,7 @@ class MegatronBackend(OptimizerBackend):
             is_offloaded=trainer.optimizer_offload,
         )
         is_replayed = config.algorithm.routing_replay and not has_value_head
-        replay = attach_replay(model.chunks, mixture_of(config.model.path)) if is_replayed else None
+        replay = attach_replay(model.chunks, MixtureForm.of_replayed(config.model.path)) if is_replayed else None
         wrapped = wrap_chunks(model.chunks, settings)
         optimizer = MegatronAdamW(wrapped, settings)
         backend = cls(
