@@ -96,6 +96,14 @@ def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> di
     }
 
 
+def route_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Share of tokens with routes, of all but the last of each rollout, which no engine computes."""
+    pairs = [(len(group.prompt.token_ids), member.rollout) for group in groups for member in group.members]
+    total = sum(length + len(rollout.token_ids) - 1 for length, rollout in pairs)
+    known = sum(rollout.routes.num_tokens for _, rollout in pairs if rollout.routes is not None)
+    return {"rollout/routed_share": known / total} if total else {}
+
+
 def effective_sample_share(metrics: Mapping[str, float], num_loss_tokens: float) -> float:
     """(Σw)² / (n · Σw²) of the importance weights, 0–1: 1 when all are equal (Kish 1965; Owen 2013, §9.3).
 

@@ -30,7 +30,7 @@ from rlhpc.data.tokenizer import PromptTokenizer, stopped_at
 from rlhpc.protocol.contracts import GenerationEngine
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.messages import TurnReply, TurnRequest
-from rlhpc.protocol.types import Bool, FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest, Verdict
+from rlhpc.protocol.types import Bool, FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest, Routes, Verdict
 from rlhpc.rewards.outcomes import DialogueRequest
 from rlhpc.rewards.pool import RewardPool
 
@@ -138,6 +138,7 @@ class Dialogue:
         self._answer, self._longest_turn = "", longest_turn
         self._last_turn: tuple[bool, tuple[int, int], tuple[int, ...]] = False, (0, 0), ()
         self._token_rewards, self._earned = dict[int, float](), 0.0
+        self._routes: Routes | None = None  # of prompt and tokens up to the last turn: the engine computed them all
         self._is_cut = asyncio.Event()
         self.request = request  # as sampled: without the dropped part of its prefix
 
@@ -206,7 +207,7 @@ class Dialogue:
             rollout = await self._sample(start, start + longest)
             new = slice(len(self._tokens.ids), None)
             self._tokens.sampled(rollout.token_ids[new], rollout.behaviour_logprobs[new], rollout.versions[new])
-            reason = rollout.finish_reason
+            reason, self._routes = rollout.finish_reason, rollout.routes
         if reason is not FinishReason.ABORT:
             turn = self._tokens.ids[start:]
             spoken = partial(
@@ -304,6 +305,7 @@ class Dialogue:
             versions=np.asarray(tokens.versions, np.int32),
             loss_mask=_mask(tokens.mask),
             finish_reason=reason,
+            routes=self._routes,
         )
         return FinishedDialogue(rollout, reply, len(self._turns), self._token_rewards)
 

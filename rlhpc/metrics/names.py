@@ -94,6 +94,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "staleness/max": Metric("versions", "largest of the batch; never above staleness/bound"),
         "staleness/bound": Metric("versions", "upper bound that the ledger guarantees"),
         "staleness/token_mean": Metric("versions", "version trained minus version that sampled the token, mean"),
+        "rollout/routed_share": Metric("share", "tokens of the batch whose experts are those of the engine"),
         "rollout/spanning_update_share": Metric("share", "rollouts whose tokens were sampled by several versions"),
         "rollout/num_versions_max": Metric("versions", "most versions that sampled one rollout of the batch"),
         # The optimiser step.

@@ -29,7 +29,7 @@ from rlhpc.protocol.types import Routes
 Experts = NDArray[Any]  # uint8 or uint16 [tokens, layers, k]; of the reader int16
 
 UNKNOWN = -1  # in place of an expert: the trainer's router chooses for this token
-MOST_EXPERTS = 1 << 15
+MOST_EXPERTS = 1 << 14  # ids are int16 in places
 LEVEL = 1  # higher ones search for repeats, of which there are none
 _NOT_DEFLATED: Any = zlib_ng.error  # whose type the stub states wrongly
 

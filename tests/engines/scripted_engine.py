@@ -23,9 +23,19 @@ from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import Decode, PromptTokenizer, StopSearch, no_text
 from rlhpc.generation.requests import FinishedRequest, PromptScores, piece_of, rollout_of, row_score, searched
 from rlhpc.metrics.meters import BusyClock
+from rlhpc.models.routes import MixtureForm
 from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightReceiver, WeightTiming
 from rlhpc.protocol.errors import EngineError, GroupFailed, TornWeights
-from rlhpc.protocol.types import Float32, Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
+from rlhpc.protocol.types import (
+    FinishReason,
+    Float32,
+    Int32,
+    Prefix,
+    Rollout,
+    RolloutRequest,
+    WeightGroup,
+    WeightManifest,
+)
 
 # -------------------------------------------------------------------------------------------------------- engine script
 #
@@ -48,6 +58,7 @@ class Script:
     die_after_tokens: int | None = None  # the engine dies after generating this many
     reply: tuple[int, ...] = ()  # every completion, followed by the stop token; in config.json a text
     tally: str = ""  # a file that gets a line "group sample position pid" for every token drawn; "": none
+    mixture: MixtureForm | None = None  # its routes are given, by rule (scripted_routes); None: none
 
     @classmethod
     def of(cls, config: Config, *, seed: int) -> Script:
@@ -60,6 +71,8 @@ class Script:
         if not path.exists():
             return script
         model = json.loads(path.read_text())
+        if config.algorithm.routing_replay:
+            script = replace(script, mixture=MixtureForm.of(model))
         eos, own = model.get("eos_token_id", script.stop_token_id), dict(model.get("scripted_engine", {}))
         if "reply" in own:
             own["reply"] = tuple(PromptTokenizer(config.model.path).encode_rendered(own["reply"]).tolist())
@@ -69,6 +82,13 @@ class Script:
             stop_token_id=int(eos[0] if isinstance(eos, list) else eos),
             **own,
         )
+
+
+def scripted_routes(form: MixtureForm, token_ids: Int32) -> NDArray[np.int64]:
+    """Experts [L − 1, layers, k] of prompt and completion but for the last token, by ids and places alone."""
+    tokens = token_ids[:-1].astype(np.int64)
+    first = 7 * tokens[:, None] + 3 * np.arange(len(tokens))[:, None] + 5 * np.arange(len(form.layers))
+    return (first[:, :, None] + np.arange(form.top_k)) % form.num_experts
 
 
 # ------------------------------------------------------------------------------------------------------ scripted engine
@@ -185,7 +205,11 @@ class ScriptedEngine(GenerationEngine):
         self._newest[request.request_id] = key
         try:
             async with self._place(flight):
-                return rollout_of(request, flight.sampled(await self._draw(flight, search)))
+                rollout = rollout_of(request, flight.sampled(await self._draw(flight, search)))
+            if self.script.mixture is None or rollout.finish_reason is FinishReason.ABORT:
+                return rollout
+            tokens = np.concatenate([request.prompt.token_ids, rollout.token_ids])
+            return replace(rollout, routes=self.script.mixture.pack(scripted_routes(self.script.mixture, tokens)))
         finally:
             del self._in_flight[key]
             if self._newest.get(request.request_id) == key:

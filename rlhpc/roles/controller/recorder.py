@@ -25,6 +25,7 @@ from rlhpc.algorithms.figures import (
     length_figures,
     reward_figures,
     rewards,
+    route_figures,
     staleness,
     staleness_figures,
     teacher_figures,
@@ -333,6 +334,8 @@ class RunRecorder(StepRecorder[_Unwritten]):
     def _write(self, step: _Unwritten) -> None:
         record, stats = step.record, step.stats
         figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
+        if self._config.algorithm.routing_replay:
+            figures |= route_figures(record.groups)
         figures |= dataset_figures(stats.groups, [dataset.title for dataset in self._config.data]) | step.figures
         self._write_figures(record, figures)
         number = record.report.step
