@@ -429,6 +429,12 @@ class AlgorithmConfig(Section):
             )
 
     @rule
+    def the_engine_tells_routes(self, config: Config, key: Keys) -> Faults:
+        """`routing_replay`: with `generation.engine` = `"vllm"`, which tells the experts that it chose."""
+        if self.routing_replay and config.generation.engine not in ("vllm", "scripted"):
+            yield f"{key.routing_replay} with {key.generation.engine}, which tells no routes; legal: false, or 'vllm'"
+
+    @rule
     def replayed_steps_are_the_same(self, config: Config, key: Keys) -> Faults:
         """`routing_replay`: not with `run.deterministic`; journals have no routes, and a step that is trained again
         after a crash would have other bits.

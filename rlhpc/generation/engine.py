@@ -14,9 +14,11 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import Decode, StopSearch, no_text
@@ -42,10 +44,11 @@ from rlhpc.models.adapter import (
     sends_adapters,
     stored_matrices,
 )
+from rlhpc.models.routes import MixtureForm
 from rlhpc.models.weights import object_in, refuse_other_weights
 from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
 from rlhpc.protocol.errors import ConfigError, EngineError, GroupFailed
-from rlhpc.protocol.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
+from rlhpc.protocol.types import Int32, Prefix, Rollout, RolloutRequest, Routes, WeightGroup, WeightManifest
 
 # -------------------------------------------------------------------------------------------------------- engine answer
 #
@@ -144,6 +147,7 @@ class Engine(GenerationEngine):
         self._num_tokens = 0
         self._death = ""  # why this engine is dead; "" while it is alive
         self._is_closed = False
+        self._mixture: MixtureForm | None = None  # None: rollouts tell no routes
         self._switch = PauseSwitch(core, self._call, self._busy)
         self._weights = WeightUpdates(core, self._call, self._switch, self._adopt, config=config, clock=clock)
 
@@ -184,7 +188,7 @@ class Engine(GenerationEngine):
             if output is None:
                 return rollout_of(request, FinishedRequest.nothing("abort"))
             flight.has_output = True
-            return self._finish(flight, output)
+            return replace(self._finish(flight, output), routes=await self._routes_of(request_id, output))
         finally:
             self._busy.leave()
             del self._in_flight[request_id]
@@ -306,6 +310,8 @@ class Engine(GenerationEngine):
             if adapters is not None:
                 rank = self._config.lora.rank
                 await self._rpc("rlhpc_hold_adapters", rank, adapters.modules, adapters.base, adapters.number)
+            if self._config.algorithm.routing_replay:
+                await self._record_routes()
         except BaseException:  # nothing is survived, but no process of an engine may be left behind
             await self.close()
             raise
@@ -345,6 +351,27 @@ class Engine(GenerationEngine):
 
     async def _output_of(self, asked: CoreRequest) -> FinishedSample:
         return await in_our_errors(self._core.sample(asked), self._die)
+
+    async def _record_routes(self) -> None:
+        """Have rollouts tell their routes from now on.  Raises EngineError: the engine cannot."""
+        self._mixture = MixtureForm.of_replayed(self._config.model.path)
+        for refusal in filter(None, await self._rpc("rlhpc_record_routes")):
+            raise EngineError(f"algorithm.routing_replay=true: {refusal}; legal: false")
+
+    async def _routes_of(self, request_id: str, output: FinishedSample) -> Routes | None:
+        """Routes of prompt and completion but for the last token; None: not wanted, or the core does not know them."""
+        if self._mixture is None or output.completion.finish_reason == "abort":
+            return None
+        num_tokens, experts = output.num_prompt_tokens + len(output.completion.token_ids) - 1, output.experts
+        if experts is None:
+            told = next(filter(None, await self._rpc("rlhpc_take_routes", request_id, num_tokens)), None)
+            if told is None:
+                return None
+            experts = np.frombuffer(told[3], np.int16).reshape(told[:3])
+        try:
+            return await asyncio.to_thread(self._mixture.pack, self._mixture.of_layers(experts)[:num_tokens])
+        except (ValueError, IndexError) as error:
+            raise self._die(f"{request_id}: its routes are not those of the model: {error}") from error
 
     def _finish(self, flight: InFlight, output: FinishedSample) -> Rollout:
         completion, num_tokens = output.completion, len(output.completion.token_ids)

@@ -116,6 +116,7 @@ def service_settings(config: Config, service: ServiceConfig) -> Config:
             "model": config.model.model_copy(update=model),
             "generation": config.generation.model_copy(update=generation),
             "lora": LoraConfig(),
+            "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
             "weights": config.weights.model_copy(update={"staging": "auto"}),
         }
     )

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhpc.data.tokenizer import StopSearch
 from rlhpc.generation.requests import PartialCompletion, PromptScores
@@ -73,6 +74,7 @@ class FinishedSample:
     completion: PartialCompletion  # whole
     prompt_scores: PromptScores | None  # None: not asked for
     pooled: Float32 | None = None  # of a model that pools; None: it samples
+    experts: NDArray[Any] | None = None  # [tokens, layers, k] of prompt and completion, if the core itself tells
 
 
 class RunningCore(ABC):

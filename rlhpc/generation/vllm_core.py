@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -210,7 +210,7 @@ class CoreProcesses(RunningCore):
             async with contextlib.aclosing(answers):  # aborts a request that has not ended
                 async for answer in answers:
                     if (finished := _finished(answer, flight)) is not None:
-                        return finished
+                        return replace(finished, experts=self._experts_of(request_id, answer))
         finally:
             del self._asked[request_id]
         raise CoreDied(f"vLLM ended {request_id} without an output")
@@ -280,6 +280,14 @@ class CoreProcesses(RunningCore):
         outputs = await self._next_outputs()
         self._front_end_waits = False
         return outputs
+
+    def _experts_of(self, request_id: str, answer: Any) -> Any:
+        """Experts [tokens, all layers, k] of a request that has ended; None: this vLLM was not asked for them."""
+        told = getattr(answer.outputs[0], "routed_experts", None)
+        if told is None:  # the request ends with a stop string, of which vLLM does not know
+            chunks = getattr(self._state_of(request_id), "routed_experts_chunks", None)
+            told = np.concatenate(chunks) if chunks else None
+        return told
 
     def _num_sampled(self, request_id: str) -> int:
         state = self._state_of(request_id)

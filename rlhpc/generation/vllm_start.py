@@ -201,6 +201,8 @@ def _cpu_args(config: Config) -> dict[str, Any]:
 def _cuda_args(config: Config) -> dict[str, Any]:
     generation = config.generation
     args: dict[str, Any] = {"enforce_eager": generation.enforce_eager}
+    if config.algorithm.routing_replay:
+        args["enable_return_routed_experts"] = True
     if generation.kv_cache_bytes is None:
         args["gpu_memory_utilization"] = generation.gpu_memory_utilization
     else:

@@ -20,6 +20,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from rlhpc.base.processes import end_with_parent
 from rlhpc.generation.adapter_slot import AdapterSlot
 from rlhpc.generation.reload_plan import WeightReload
+from rlhpc.generation.route_record import RouteRecord
 from rlhpc.generation.weight_updates import WeightUpdateExtension, WholeLoads
 
 # ----------------------------------------------------------------------------------------------------- preemption count
@@ -95,6 +96,21 @@ class VllmWorkerExtension(WeightUpdateExtension):
 
     _rlhpc_preemptions: PreemptionCount | None = None
     _rlhpc_shield: SignalShield | None = None
+    _rlhpc_routes: RouteRecord | None = None
+
+    def rlhpc_record_routes(self) -> str:
+        """Record routes from now on, on the first worker alone: all have the same; return why not, "" if it does."""
+        if self.device.type == "cpu" and self.rank == 0:  # on CUDA vLLM does it
+            try:
+                self._rlhpc_routes = RouteRecord(self.model_runner)
+            except (ValueError, AttributeError) as error:
+                return str(error)
+        return ""
+
+    def rlhpc_take_routes(self, request_id: str, num_tokens: int) -> list[Any]:
+        """Return tokens, mixtures, experts a token, and the ids as int16; nothing: they are not known here."""
+        ids = None if self._rlhpc_routes is None else self._rlhpc_routes.take(request_id, num_tokens)
+        return [] if ids is None else [*ids.shape, ids.tobytes()]
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
         """Follow the generator, which has this pid, and start counting; the core of several workers follows, too."""

@@ -24,6 +24,7 @@ from typing import TypeVar
 from rlhpc.base.files import leave_no_core_file
 from rlhpc.base.host_address import refuse_foreign_network
 from rlhpc.base.processes import name_nameless_user
+from rlhpc.config.rules import with_values
 from rlhpc.config.tables_services import runs_programs
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import SeededPrompts, dialogue_template, open_prompts
@@ -82,7 +83,8 @@ async def _evaluate(directories: Sequence[Path], index: int, num_shares: int) ->
             missing.append((directory, settings, mine))
     if not missing:
         return
-    config = missing[0][1].config  # all have the same but for their adapters
+    # All have the same but for their adapters.  Nothing is trained on these samples.
+    config = with_values(missing[0][1].config, {"algorithm.routing_replay": False})
     if config.generation.engine == "vllm":
         refuse_foreign_network(has_cuda=False, has_vllm=True)
     async with AsyncExitStack() as stack:
