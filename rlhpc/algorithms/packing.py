@@ -485,7 +485,7 @@ def _row(samples: list[TrainingSample]) -> PackedMicrobatch:
 
 
 def _routes(of_samples: list[Routes | None]) -> tuple[Routes | None, ...]:
-    """Those of a row's samples, packed as they came: only the trainer reads them."""
+    """Return the routes of a row, packed as they came: only the trainer reads them."""
     return tuple(of_samples) if any(each is not None for each in of_samples) else ()
 
 
