@@ -79,7 +79,7 @@ def lease(group_id: int = 0, sample_indices: Sequence[int] = (0, 1), *, max_toke
 
 def rollout(group_id: int = 0, sample_index: int = 0, *, length: int = 3, version: int = 0, **changes: Any) -> Rollout:
     """Tokens 5, 6, … of one version, each with log-probability −1 and part of the loss."""
-    fields = {
+    fields: dict[str, Any] = {
         "prompt_id": group_id,
         "token_ids": np.arange(5, 5 + length, dtype=np.int32),
         "behaviour_logprobs": np.full(length, -1, np.float32),
