@@ -205,7 +205,7 @@ class Checkpoint:
 class Run:
     """A run, by its directory: `Run("runs/first")`, or `Run.load("runs/first")`."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path | Run) -> None:
         """Raises RunDirectoryError if there is no run in this directory."""
         self._layout = RunLayout(without_dots(Path(directory)))
         self._planned: Config | None = None

@@ -69,8 +69,10 @@ def _recurrent_layers(config: Mapping[str, Any], layers: int) -> int:
     """Number of Gated DeltaNet layers."""
     if "linear_num_value_heads" not in config:
         return 0
-    kinds = config.get("layer_types")
-    return kinds.count("linear_attention") if kinds else layers - layers // config.get("full_attention_interval", 4)
+    kinds: Sequence[str] | None = config.get("layer_types")
+    return (
+        kinds.count("linear_attention") if kinds else layers - layers // int(config.get("full_attention_interval", 4))
+    )
 
 
 def _recurrent_weights(config: Mapping[str, Any], hidden: int) -> int:
