@@ -35,7 +35,7 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # a Gated DeltaNet
 WRAPPED = ("qwen3_5", "qwen3_5_moe")  # the last two inside a model that also sees; the mixture's experts stacked
 FAMILIES = PLAIN + OTHERS + HYBRIDS + WRAPPED
 # All others can share head and embedding, and do by default.
-UNTIED = ("olmo3", "mistral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+UNTIED = ("olmo3", "mistral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next")
 NUM_EXPERTS = 8
 WINDOW = 8  # tokens of sliding windows, in every second layer; Mistral in every layer
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512,

@@ -11,13 +11,15 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlhpc.base.native import loading_libraries
 from rlhpc.config.rules import Config
-from rlhpc.generation.running_core import RunningCore
+from rlhpc.generation.running_core import RunningCore, device_here
+from rlhpc.generation.text_models import text_args
 from rlhpc.generation.vllm_core import CoreProcesses, VllmSteps
 from rlhpc.models.adapter import projection_of, room_for
 from rlhpc.protocol.errors import EngineError
@@ -253,12 +255,12 @@ def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Running
             import torch._dynamo.config  # may have read its environment already
 
             torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-            return VllmSteps.on_a_thread(AsyncEngineArgs(**profile.engine_args)), []
+            return VllmSteps.on_a_thread(AsyncEngineArgs(**_with_text_alone(profile).engine_args)), []
     if not hasattr(AsyncLLM, "update_weight_version"):
         set_environment(TRIED_RUNNER)
     # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
     # permanently.
-    profile = _for_the_card_here(profile)
+    profile = _with_text_alone(_for_the_card_here(profile))
     return CoreProcesses(AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args))), _started_since(before)
 
 
@@ -312,6 +314,15 @@ def _for_the_card_here(profile: EngineProfile) -> EngineProfile:
     card = current_platform.get_device_capability()
     others = card_args(profile, capability=card.major if card else 0, can_compile=has_flashinfer())
     return replace(profile, engine_args=profile.engine_args | others)
+
+
+def _with_text_alone(profile: EngineProfile) -> EngineProfile:
+    given = profile.engine_args
+    args = text_args(
+        Path(given["model"]), dtype=given["dtype"], device=device_here(), is_in_process=profile.is_in_process
+    )
+    overrides = profile.engine_args.get("hf_overrides", {}) | args.get("hf_overrides", {})
+    return replace(profile, engine_args=profile.engine_args | args | {"hf_overrides": overrides})
 
 
 def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:

@@ -18,7 +18,7 @@ from typing import Any
 from rlhpc.base.near_names import near_hint
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import LoraConfig
-from rlhpc.models.shape import EMBEDDING, HEAD, num_experts
+from rlhpc.models.shape import EMBEDDING, HEAD, INNER, num_experts
 from rlhpc.models.weights import NotSafetensors, StoredTensor, object_in, read_header, weight_files
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
@@ -33,6 +33,7 @@ Matrices = Mapping[str, tuple[int, int]]  # name of the module → (out, in)
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names of layers that choose experts
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<projection>(gate|up|down)_proj)")  # a matrix of one
+_EMBEDDING = EMBEDDING.rpartition("model.")[2]
 _NUMBER = re.compile(r"\blayers\.(\d+)\.")  # in every name but the head's
 
 
@@ -69,11 +70,14 @@ def projection_of(module: str) -> str:
 def matrices_of(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
     """Matrices among a checkpoint's tensors; a tied head is listed under its own name, too."""
     shapes = {name: tuple(shape) for name, shape in tensors.items()}
-    shapes.setdefault(HEAD, shapes.get(EMBEDDING, ()))
+    embedding = next((name for name in shapes if f".{INNER}." in name and name.endswith(_EMBEDDING)), EMBEDDING)
+    if embedding != EMBEDDING:  # what stands beside the language model is not trained
+        shapes = {name: shape for name, shape in shapes.items() if f".{INNER}." in name or name == HEAD}
+    shapes.setdefault(HEAD, shapes.get(embedding, ()))
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in shapes.items()
-        if len(shape) == 2 and name != EMBEDDING
+        if len(shape) == 2 and name != embedding
     }
 
 
@@ -156,6 +160,8 @@ def refuse_unserved_adapters(
             f"lora.targets={targets}: vLLM multiplies {absorbed[0]} into other matrices of latent attention when it "
             "starts, and would ignore an adapter of it; legal: other lora.targets"
         )
+    elif unserved := sorted({name for name in layers if ".linear_attn." in name or f".{INNER}." in name}):
+        why = f"weights.form='adapter' with lora.targets={targets}: {unserved[0]} was not tried in vLLM; legal: others"
     elif device == "cpu" and num_experts(model):
         why = "weights.form='adapter': with adapters vLLM has no kernel for a mixture of experts on a CPU; legal: a GPU"
     elif device == "cuda" and dtype == "float32":

@@ -50,7 +50,7 @@ from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import AdapterForm, TensorSpec
 from rlhpc.training.backends import HeldParameters, merged
 from rlhpc.training.checkpoint_tensors import TensorSource
-from rlhpc.training.hf_model import CausalLM, load_trained, named_on_disk, on_disk
+from rlhpc.training.hf_model import CausalLM, is_as_on_disk, load_trained, named_on_disk, on_disk
 from rlhpc.training.layer_functions import expert_linear
 from rlhpc.training.logprob import all_ranks_agree
 from rlhpc.training.ranks import DTYPES
@@ -326,6 +326,11 @@ def with_adapters(model: CausalLM, config: Config, specs: tuple[TensorSpec, ...]
             modules[name].register_forward_hook(_apply_adapter)
         parameters |= {name + A: adapter.lora_a, name + B: adapter.lora_b}
     for projection in dict.fromkeys(filter(None, map(projection_of, layers))):
+        if any(spec.name.startswith(projection.rpartition(".")[0]) and is_as_on_disk(spec.name) for spec in specs):
+            raise ConfigError(
+                f"lora.targets={list(settings.targets)}: the experts of {config.model.path} are one tensor for each "
+                "layer, to which their adapters are not added; legal: other lora.targets"
+            )
         of_experts = _adapt_experts(model.module, projection, settings, given, switch)
         parameters |= {projection + A: of_experts.lora_a, projection + B: of_experts.lora_b}
     lora = Lora(

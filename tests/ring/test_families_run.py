@@ -16,9 +16,10 @@ pytestmark = [pytest.mark.ring, pytest.mark.vllm, pytest.mark.long]
 NUM_STEPS, KILL_AT, HELD_STEPS = 20, 8, 14  # held: at most so many are done before the kill
 GROUPS, GROUP_SIZE = 4, 4
 # Family → dtype of the model, where vLLM has no float32 kernel for its layers on a CPU.
-DTYPES: dict[str, str] = {}
-EVERY_TIME = ("mistral", "deepseek_v3")  # the others are left to `make soak-matrix`
-FAMILIES = ("mistral", "olmo3", "gemma3_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+DTYPES: dict[str, str] = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "bfloat16")
+EVERY_TIME = ("mistral", "deepseek_v3", "qwen3_5")  # the others are left to `make soak-matrix`
+FAMILIES = ("mistral", "olmo3", "gemma3_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_5",
+            "qwen3_5_moe", "qwen3_next")  # fmt: skip
 
 
 @pytest.mark.parametrize(
