@@ -77,9 +77,13 @@ def _recurrent_layers(config: Mapping[str, Any], layers: int) -> int:
 
 def _recurrent_weights(config: Mapping[str, Any], hidden: int) -> int:
     """Weights of a Gated DeltaNet that one token passes, and what it costs to read and write its state."""
+    if "linear_num_value_heads" not in config:
+        return 0
     heads, size = _count(config, "linear_num_value_heads"), _count(config, "linear_value_head_dim")
     keys = _count(config, "linear_num_key_heads") * (key_size := _count(config, "linear_key_head_dim"))
-    return hidden * (2 * keys + 3 * heads * size + 2 * heads) + 3 * heads * key_size * size
+    width = _count(config, "linear_conv_kernel_dim", default=4)
+    convolution, state = (2 * keys + heads * size) * width, 3 * heads * key_size * size
+    return hidden * (2 * keys + 3 * heads * size + 2 * heads) + convolution + state
 
 
 def _mlp_weights(config: Mapping[str, Any], layer: int, hidden: int) -> int:

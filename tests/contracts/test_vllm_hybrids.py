@@ -26,8 +26,10 @@ from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
-# Mean and largest difference of a log-probability, measured: 0.017 and 0.2; of two versions: 0.3 in the mean.
+# Mean and largest difference of a log-probability.  Measured: 0.017 and 0.2; of a mixture, where bfloat16 sends some
+# tokens to other experts, 0.09 and 1.4; of two versions 0.4 in the mean.
 FLOOR_MEAN, FLOOR = 0.04, 0.6
+FLOOR_MEAN_OF_EXPERTS, FLOOR_OF_EXPERTS = 0.16, 3.0
 ANSWER_TOKENS = 300
 FAMILIES = [
     pytest.param(("qwen3_5", True), id="inside a model that sees, tied"),
@@ -43,6 +45,12 @@ class HybridSubject(VllmSubject):
         super().__init__(publisher, transport, model, device)
         if self._reference.config.model_type.removesuffix("_text") in WRAPPED:
             self._base = {_on_disk(name): tensor for name, tensor in self._base.items()}
+
+    @property
+    def floor(self) -> tuple[float, float]:
+        """Mean and largest difference of a log-probability that bfloat16 may make."""
+        has_experts = any(".experts." in name for name in self._base)
+        return (FLOOR_MEAN_OF_EXPERTS, FLOOR_OF_EXPERTS) if has_experts else (FLOOR_MEAN, FLOOR)
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor.bfloat16()) for name, tensor in super().weights(version)]
@@ -67,8 +75,9 @@ async def subject(
 
 def assert_sampled_by(subject: HybridSubject, version: int, rollout: Rollout, part: slice = slice(None)) -> None:
     difference = np.abs(rollout.behaviour_logprobs - subject.expected_logprobs(version, rollout))[part]
-    assert difference.mean() < FLOOR_MEAN, difference.mean()
-    assert difference.max() < FLOOR, difference.max()
+    mean, most = subject.floor
+    assert difference.mean() < mean, difference.mean()
+    assert difference.max() < most, difference.max()
 
 
 def asked(index: int, prefix: Prefix | None = None, max_tokens: int = ANSWER_TOKENS) -> RolloutRequest:
@@ -83,7 +92,9 @@ async def test_every_version_samples_by_its_own_weights(subject: HybridSubject) 
         for rollout in rollouts:
             assert_sampled_by(subject, version, rollout)
         others = subject.expected_logprobs(version + 1, rollouts[0])
-        assert np.abs(rollouts[0].behaviour_logprobs - others).mean() > 2 * FLOOR_MEAN  # the floor tells versions apart
+        assert (
+            np.abs(rollouts[0].behaviour_logprobs - others).mean() > 1.5 * subject.floor[0]
+        )  # the floor tells versions apart
 
 
 async def test_requests_in_flight_keep_their_state_and_go_on_by_the_new_weights(subject: HybridSubject) -> None:

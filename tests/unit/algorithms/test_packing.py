@@ -329,6 +329,26 @@ def test_linear_term_counts_every_matrix_of_a_dense_model(model_type: str) -> No
     assert FlopCost.from_hf_config(config).linear == 2 * matrix_weights(model_type, **config)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+def test_a_gated_delta_net_costs_its_matrices_and_three_passes_over_its_state(model_type: str) -> None:
+    sizes = {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }  # fmt: skip
+    experts = {
+        "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    }  # fmt: skip
+    config = DENSE | sizes | (experts if model_type == "qwen3_next" else {})
+    states = 2 * 3 * (4 * 8 * 6)
+    assert FlopCost.from_hf_config(config).linear == 2 * (matrix_weights(model_type, **config) + states)
+    assert FlopCost.from_hf_config(config).quadratic == FlopCost.from_hf_config(DENSE).quadratic / 3
+    kinds = {
+        "layer_types": None,
+        "full_attention_interval": 2,
+    }  # as Qwen3-Next is published
+    assert FlopCost.from_hf_config(config | kinds) == FlopCost.from_hf_config(config)
+
+
 def test_cost_counts_active_experts_shared_ones_and_both_attention_products() -> None:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
     idle = 2 * (6 - 2) * 3 * 32 * 24  # layers with experts × idle experts × weights of one

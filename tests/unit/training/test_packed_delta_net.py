@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, OlmoHybridConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.packed_delta_net import CHUNK_TOKENS, DeltaPlan, packed_convolution, packed_delta_rule
+from tests.tiny_models import make_tiny_checkpoint
 
 CPU = torch.device("cpu")
 ROWS = [(1,), (3, 1, 2), (CHUNK_TOKENS,), (CHUNK_TOKENS + 1, 1, CHUNK_TOKENS - 1), (150, 5, 2 * CHUNK_TOKENS, 70)]
@@ -99,6 +103,23 @@ def test_every_token_has_one_place_and_a_scan_is_as_long_as_the_longest_segment(
     assert len(plan.steps) == -(-max(lengths) // plan.chunk_tokens)
     assert sum(plan.steps) == sum(-(-length // plan.chunk_tokens) for length in lengths)
     assert list(plan.steps) == sorted(plan.steps, reverse=True)
+
+
+def test_the_trial_needs_no_kernels_of_another_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where flash-linear-attention is installed, transformers calls it on a CPU, too."""
+
+    def on_a_gpu_only(function: Any) -> Any:
+        @functools.wraps(function)
+        def kernel(*args: Any, **options: Any) -> Any:
+            raise AssertionError("a kernel for GPUs was called")
+
+        return kernel
+
+    for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
+        monkeypatch.setattr(modeling_qwen3_5, name, on_a_gpu_only(inspect.unwrap(getattr(modeling_qwen3_5, name))))
+    model = load_causal_lm(make_tiny_checkpoint(tmp_path, "qwen3_5", hidden=32), device=CPU)
+    with pytest.raises(AssertionError, match="for GPUs"):
+        model.module(input_ids=torch.arange(5)[None], use_cache=False)
 
 
 def test_a_recurrent_layer_of_another_kind_is_refused(tmp_path: Any) -> None:
