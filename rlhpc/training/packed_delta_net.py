@@ -153,7 +153,7 @@ def _forward(
 
 
 def _projected(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Project to what is convolved [T, channels], the gate of the output [T, A·Dv], and unbounded β and decay [T, A]."""
+    """Project to the input of the convolution [T, channels], the gate [T, A·Dv], and unbounded β and decay [T, A]."""
     if hasattr(layer, "in_proj_qkvz"):
         parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states))
         query, key, value, gate, beta, decay = (part.flatten(2)[0] for part in parts)
