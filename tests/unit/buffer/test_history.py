@@ -26,6 +26,7 @@ from rollout_samples import (
     make_prefix,
     make_prompt,
     make_record,
+    make_routes,
     make_scored,
     make_writer,
 )
@@ -321,6 +322,20 @@ def test_what_a_stale_writer_appends_after_its_successor_began_does_not_count(la
     history = read_history(layout.rollouts, START)
     found = [(r.sequence, r.scored.rollout.group_id, r.scored.rollout.sample_index) for r in history.rollouts]
     assert found == [(1, 0, 0), (2, 0, 1), (3, 2, 0)]
+
+
+def test_a_journal_has_no_routes_while_the_group_keeps_them_in_memory(layout: RunLayout) -> None:
+    """They are thirty times as long as all else, and every delivery waits for the disk."""
+    buffer, group = begin(layout, 0), None
+    buffer.admit(make_prompt(0), 0)
+    buffer.ledger.grant("g-0", 2)
+    for index in range(2):
+        group = buffer.deliver("g-0", make_scored(0, index, length=7, routes=make_routes(7)))
+    journal_of(buffer).commit()
+    assert group is not None
+    assert all(member.rollout.routes is not None for member in group.members)
+    history = read_history(layout.rollouts, START)
+    assert [record.scored.rollout.routes for record in history.rollouts] == [None, None]
 
 
 def test_batches_of_an_attempt_that_went_another_way_are_void_from_there_on(layout: RunLayout) -> None:
