@@ -354,7 +354,10 @@ class Engine(GenerationEngine):
 
     async def _record_routes(self) -> None:
         """Have rollouts tell their routes from now on.  Raises EngineError: the engine cannot."""
-        self._mixture = MixtureForm.of_replayed(self._config.model.path)
+        try:
+            self._mixture = MixtureForm.of_replayed(self._config.model.path)
+        except (ConfigError, OSError) as error:
+            raise EngineError(str(error)) from error
         for refusal in filter(None, await self._rpc("rlhpc_record_routes")):
             raise EngineError(f"algorithm.routing_replay=true: {refusal}; legal: false")
 
