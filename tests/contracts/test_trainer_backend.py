@@ -38,6 +38,7 @@ from tests.contracts.trainer_textbook import (
     load_hf,
     weights_on_disk,
 )
+from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
 FEW_THREADS = 16  # a backend of two ranks that is open has 7 to 60
@@ -151,6 +152,24 @@ def test_five_steps_equal_textbook_training_on_unpacked_samples(cluster, any_mod
             assert result.applied
             assert result.metrics["loss"] == pytest.approx(loss, abs=1e-3)  # a sum over about 115 tokens
             assert result.grad_norm == pytest.approx(norm, abs=1e-5)
+    for name, tensor in answers[0][1].items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["deepspeed-zero3", pytest.param("deepspeed-zero2", marks=pytest.mark.soak)])
+def test_gated_delta_nets_take_textbook_steps_though_each_rank_has_other_segments(start, layout, tmp_path):
+    """In ZeRO-3 ranks gather the weights of each module together: none may call a module more often than others."""
+    directory = make_tiny_checkpoint(tmp_path / "model", "qwen3_5_moe_text", hidden=32)
+    steps = [draw_samples(LENGTHS, vocabulary=100, seed=seed) for seed in range(3)]
+    history, expected = hf_training(directory, steps, temperature=0.7)
+    answers = start(layout).run(
+        take_steps, tmp_path / "run", model=directory, steps=[packed(each) for each in steps], temperature=0.7
+    )
+    for results, _ in answers:
+        for result, (_, norm) in zip(results, history, strict=True):
+            assert result.applied
+            assert result.grad_norm == pytest.approx(norm, rel=1e-4)
     for name, tensor in answers[0][1].items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=lambda text, name=name: name + text)
 
