@@ -17,6 +17,7 @@ from rlhpc.protocol.types import (
     Prefix,
     Prompt,
     Rollout,
+    Routes,
     SamplingParams,
     ScoredRollout,
     StepLimits,
@@ -102,6 +103,7 @@ def _of_batches() -> list[object]:
     floats = ints.astype(np.float32)
     row = PackedMicrobatch(ints, ints, np.array([0, 30, 64], np.int32), ints > 3, floats, floats, ints, floats[:2])
     taught = replace(row, teacher_logprobs=-floats, teacher_top_ids=ints, teacher_top_logprobs=-floats)
+    routed = replace(row, routes=(Routes(29, 2, 4, np.arange(90, dtype=np.uint8)), None))
     minibatch = PackedMinibatch(((row, row), (row,)), 120, 8)
     return [
         m.TrainerReady(7, _manifest(), "GPU-0"),
@@ -112,7 +114,7 @@ def _of_batches() -> list[object]:
         m.PublishReport(3, 7, 0.5, ""),
         m.SnapshotTaken(8, 0.25),
         m.BatchRows(4, (minibatch, minibatch)),
-        m.BatchRows(5, (PackedMinibatch(((taught,),), 61, 2),)),
+        m.BatchRows(5, (PackedMinibatch(((taught, routed),), 61, 2),)),
         m.TrainBatch(
             4,
             PackedBatch(7, 7, (), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5, True, 2, True),
@@ -141,7 +143,9 @@ def _prompt() -> Prompt:
 def _delivery(num_tokens: int) -> m.Delivery:
     ids = np.arange(num_tokens, dtype=np.int32)
     logprobs, versions = -ids.astype(np.float32), np.full(num_tokens, 7, np.int32)
-    rollout = Rollout(12, 2, 3, ids, logprobs, versions, np.ones(num_tokens, np.bool_), FinishReason.STOP)
+    routes = Routes(num_tokens, 2, 4, np.arange(num_tokens, dtype=np.uint8)) if num_tokens % 3 else None
+    mask = np.ones(num_tokens, np.bool_)
+    rollout = Rollout(12, 2, 3, ids, logprobs, versions, mask, FinishReason.STOP, routes)
     teacher = TeacherScores(logprobs, np.repeat(ids, 2), np.repeat(logprobs, 2)) if num_tokens % 2 else None
     scored = ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42", teacher=teacher)
     return m.Delivery(31, 29, "a1b2c3", 1, 0xC0FFEE, scored)

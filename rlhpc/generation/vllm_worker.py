@@ -100,7 +100,10 @@ class VllmWorkerExtension(WeightUpdateExtension):
 
     def rlhpc_record_routes(self) -> str:
         """Record routes from now on, on the first worker alone: all have the same; return why not, "" if it does."""
-        if self.device.type == "cpu" and self.rank == 0:  # on CUDA vLLM does it
+        if self.device.type != "cpu":  # vLLM does it, by the newer of its two model runners
+            has_it = getattr(self.model_runner, "aux_output_connector", None) is not None
+            return "" if has_it else f"vLLM's {type(self.model_runner).__module__} tells no routes"
+        if self.rank == 0:
             try:
                 self._rlhpc_routes = RouteRecord(self.model_runner)
             except (ValueError, AttributeError) as error:

@@ -142,8 +142,8 @@ class _AnsweredChoice(TorchFunctionMode):
             return result
         scores: Tensor = args[0] if args else (kwargs or {})["input"]
         form, own = self._replay.form, result[1]
-        if own.shape[-1] != form.top_k or scores.shape[-1] != form.num_experts:
-            return result  # of groups of experts
+        if scores.dim() != 2 or own.shape[-1] != form.top_k or scores.shape[-1] != form.num_experts:
+            return result  # of groups of experts, or within them
         return torch.return_types.topk(self._replay.answer(self._place, scores, own))
 
 
