@@ -145,7 +145,7 @@ class RowMemory:
         """Bytes that one layer keeps of a row if at most attention is recomputed."""
         shape, b, t = self.shape, self.element_bytes, self.layout.tensor
         heads, key_heads = shape.num_heads * shape.head_size, shape.num_key_heads * shape.head_size
-        norms = (2 * self._norm_bytes + 2 * b) * shape.hidden // self._norm_share
+        norms = (shape.num_norms * self._norm_bytes + 2 * b) * shape.hidden // self._norm_share
         is_selective = self.trainer.recompute_activations == "selective"
         is_own = is_selective or self.layout.context == 1
         attention = b * (2 * (heads + key_heads) if is_own else 3 * heads + 2 * self.layout.context * key_heads) // t

@@ -7,8 +7,8 @@ Legend: H hidden size, A heads, K key heads, D size of a head, F width of the ML
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.protocol.errors import ConfigError
@@ -20,17 +20,88 @@ from rlhpc.protocol.errors import ConfigError
 # Input: the content of config.json, with or without transformers' defaults filled in.  Models that would be computed
 # differently are refused.  Needs no torch, so that `rlhpc check` and the trainer share it.
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-ROPE_TYPES = ("default", "linear", "llama3")  # others rescale attention or depend on the length of the row
-# Keys with only one supported value; missing or null means the same.
-_ONLY: Mapping[str, object] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "partial_rotary_factor": 1.0,
+FULL, SLIDING = "full_attention", "sliding_attention"  # layer_types of config.json
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others depend on the length of the row
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Traits of the layers of one model_type, where families differ; names are those of the checkpoint."""
+
+    norm_before_attention: str | None = "input_layernorm"
+    norm_after_attention: str | None = None  # of its output, before the residual is added
+    norm_before_mlp: str | None = "post_attention_layernorm"
+    norm_after_mlp: str | None = None
+    head_norm: Literal["none", "head", "projection"] = "none"  # of queries and keys: each head's, or of all together
+    is_norm_in_float32: bool = False  # rounded after the weight is multiplied, not before
+    norm_offset: int = 0  # added to the weights of norms
+    activation: tuple[str, str] = ("hidden_act", "silu")  # its key and only value
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_windows: bool = False  # some layers may attend to a window
+    is_windowed: bool = False  # some do unless layer_types says otherwise
+    has_sinks: bool = False  # of attention, one for each head
+    has_fused_experts: bool = False  # one tensor for all, with biases, and the router has one, too
+    is_embedding_scaled: bool = False  # by √H
+    is_tied: bool = False  # unless config.json says so
+    head_size: int | None = None  # unless config.json says so; None: H / A
+    only: Mapping[str, object] = field(default_factory=dict)  # keys with one supported value; missing means the same
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Norms of whole hidden states in one layer."""
+        places = (self.norm_before_attention, self.norm_after_attention, self.norm_before_mlp, self.norm_after_mlp)
+        return tuple(name for name in places if name)
+
+
+_GEMMA = Family(
+    norm_after_attention="post_attention_layernorm",
+    norm_before_mlp="pre_feedforward_layernorm",
+    norm_after_mlp="post_feedforward_layernorm",
+    is_norm_in_float32=True,
+    norm_offset=1,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    has_windows=True,
+    is_windowed=True,
+    is_embedding_scaled=True,
+    is_tied=True,
+    head_size=256,
+    only={"use_bidirectional_attention": False},
+)
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(only={"mlp_bias": False}),
+    "mistral": Family(has_windows=True, only={"layer_types": None}),  # transformers gives every layer the same window
+    "qwen2": Family(has_qkv_bias=True, has_windows=True),
+    "qwen3": Family(head_norm="head", has_windows=True, head_size=128),
+    "qwen3_moe": Family(
+        head_norm="head",
+        only={"use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1},  # experts in every layer
+    ),
+    "olmo3": Family(
+        norm_before_attention=None,
+        norm_after_attention="post_attention_layernorm",
+        norm_before_mlp=None,
+        norm_after_mlp="post_feedforward_layernorm",
+        head_norm="projection",
+        is_norm_in_float32=True,
+        has_windows=True,
+        is_windowed=True,
+    ),
+    "gemma2": _GEMMA,
+    # transformers' Gemma 3 does not cap scores, whatever its config.json says.
+    "gemma3_text": replace(_GEMMA, head_norm="head", only={**_GEMMA.only, "attn_logit_softcapping": None}),
+    "gpt_oss": Family(
+        is_norm_in_float32=True,
+        has_qkv_bias=True,
+        has_output_bias=True,
+        has_windows=True,
+        is_windowed=True,
+        has_sinks=True,
+        has_fused_experts=True,
+        head_size=64,
+    ),
 }
-_ONLY_WITH_EXPERTS: Mapping[str, object] = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # in every layer
+_ONLY: Mapping[str, object] = {"partial_rotary_factor": 1.0}
 
 
 def refuse_unsupported(model: Mapping[str, Any], place: object) -> None:
@@ -44,30 +115,56 @@ def refuse_unsupported(model: Mapping[str, Any], place: object) -> None:
 
 def _unsupported(model: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Key, value and what is supported instead."""
-    family = model.get("model_type")
-    if family not in FAMILIES:
-        yield "model_type", family, ", ".join(FAMILIES)
+    name = model.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        yield "model_type", name, ", ".join(FAMILIES)
         return
-    for key, only in {**_ONLY, **(_ONLY_WITH_EXPERTS if family == "qwen3_moe" else {})}.items():
+    family = FAMILIES[name]
+    legal = {**_ONLY, "attention_bias": family.has_output_bias, **family.only} | dict([family.activation])
+    for key, only in legal.items():
         if (value := model.get(key)) is not None and value != only:
             yield key, value, f"{only!r}"
-    if others := {*(model.get("layer_types") or ())} - {"full_attention"}:
-        yield "layer_types", sorted(others), "'full_attention' in every layer"
+    yield from _unsupported_windows(model, family)
     yield from _unsupported_rotation(model)
-    if family == "qwen3_moe" and model.get("num_experts_per_tok") == 1 and model.get("norm_topk_prob"):
+    is_normed = bool(model.get("norm_topk_prob")) if name == "qwen3_moe" else family.has_fused_experts
+    if model.get("num_experts_per_tok") == 1 and is_normed:
         yield "num_experts_per_tok", 1, "2 or more where norm_topk_prob is true"
 
 
+def _unsupported_windows(model: Mapping[str, Any], family: Family) -> Iterator[tuple[str, Any, str]]:
+    legal = (FULL, SLIDING) if family.has_windows else (FULL,)
+    types = {*(model.get("layer_types") or ((SLIDING,) if family.is_windowed else ()))}
+    if others := types - {*legal}:
+        yield "layer_types", sorted(others), f"{' or '.join(map(repr, legal))} in every layer"
+    window = model.get("sliding_window", 1)  # missing: transformers' default
+    if family.has_windows and (SLIDING in types or window is not None) and not (isinstance(window, int) and window > 0):
+        yield "sliding_window", window, "1 or more tokens"
+
+
 def _unsupported_rotation(model: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """transformers 4 wrote rope_scaling, with "type" at first; 5 writes rope_parameters."""
+    """transformers 4 wrote rope_scaling, with "type" at first; 5 writes rope_parameters, some by layer_types."""
     for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(table := model.get(name), Mapping):
-            continue
-        key = "rope_type" if "rope_type" in table else "type"
-        if table.get(key, "default") not in ROPE_TYPES:
-            yield f"{name}.{key}", table[key], ", ".join(map(repr, ROPE_TYPES))
-        if table.get("partial_rotary_factor", 1.0) != 1.0:
-            yield f"{name}.partial_rotary_factor", table["partial_rotary_factor"], "1.0"
+        found: Mapping[str, Any] = value if isinstance(value := model.get(name), Mapping) else {}
+        by_type = {f"{name}.{kind}": found[kind] for kind in (FULL, SLIDING) if isinstance(found.get(kind), Mapping)}
+        for place, table in (by_type or {name: found}).items():
+            key = "rope_type" if "rope_type" in table else "type"
+            if table.get(key, "default") not in ROPE_TYPES:
+                yield f"{place}.{key}", table[key], ", ".join(map(repr, ROPE_TYPES))
+            if table.get("partial_rotary_factor", 1.0) != 1.0:
+                yield f"{place}.partial_rotary_factor", table["partial_rotary_factor"], "1.0"
+
+
+def layer_windows(model: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Tokens that each layer attends to at most, the token itself included; None: to all before it.
+
+    model: with transformers' defaults filled in.
+    """
+    num_layers: int = model["num_hidden_layers"]
+    window: int | None = model.get("sliding_window")
+    if model["model_type"] == "mistral":
+        return (window,) * num_layers
+    types = model.get("layer_types") or (FULL,) * num_layers
+    return tuple(window if kind == SLIDING else None for kind in types)
 
 
 # ------------------------------------------------------------------------------------------------------ parallel layout
@@ -195,6 +292,7 @@ class RankParameters:
 class ModelShape:
     """The sizes of one decoder of the families in FAMILIES."""
 
+    family: str
     num_layers: int
     hidden: int
     num_heads: int
@@ -206,7 +304,6 @@ class ModelShape:
     has_qkv_bias: bool
     has_output_bias: bool
     has_mlp_bias: bool
-    has_qk_norm: bool
     num_experts: int
     experts_per_token: int
     expert_width: int
@@ -216,28 +313,47 @@ class ModelShape:
     def of(cls, model: Mapping[str, Any]) -> ModelShape | None:
         """Read config.json; None for an unknown family.  Raises KeyError: a size is missing."""
         family = model.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             return None
         heads, layers, experts = model["num_attention_heads"], model["num_hidden_layers"], num_experts(model)
-        has_bias = bool(model.get("attention_bias", False))
+        has_bias, traits = bool(model.get("attention_bias", False)), FAMILIES[family]
         return cls(
+            family=family,
             num_layers=layers,
             hidden=model["hidden_size"],
             num_heads=heads,
             num_key_heads=model.get("num_key_value_heads") or heads,
-            head_size=model.get("head_dim") or (128 if family == "qwen3" else model["hidden_size"] // heads),
+            head_size=model.get("head_dim") or traits.head_size or model["hidden_size"] // heads,
             mlp_width=model["intermediate_size"],
             vocabulary=model["vocab_size"],
-            is_tied=bool(model.get("tie_word_embeddings", False)),
-            has_qkv_bias=family == "qwen2" or has_bias,
-            has_output_bias=family != "qwen2" and has_bias,
+            is_tied=bool(model.get("tie_word_embeddings", traits.is_tied)),
+            has_qkv_bias=traits.has_qkv_bias or has_bias,
+            has_output_bias=traits.has_output_bias or (family != "qwen2" and has_bias),
             has_mlp_bias=family == "llama" and bool(model.get("mlp_bias", False)),
-            has_qk_norm=family.startswith("qwen3"),
             num_experts=experts,
             experts_per_token=model.get("num_experts_per_tok", 0),
-            expert_width=model.get("moe_intermediate_size", 0),
+            expert_width=model["intermediate_size"]
+            if traits.has_fused_experts
+            else model.get("moe_intermediate_size", 0),
             expert_layers=_expert_layers(model, layers) if experts else frozenset(),
         )
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of whole hidden states in a layer."""
+        return len(FAMILIES[self.family].norms)
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """True where queries and keys are normed."""
+        return FAMILIES[self.family].head_norm != "none"
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Numbers of the weights of the norms of queries and of keys; zeros where there are none."""
+        heads = {"none": (0, 0), "head": (1, 1), "projection": (self.num_heads, self.num_key_heads)}
+        queries, keys = heads[FAMILIES[self.family].head_norm]
+        return queries * self.head_size, keys * self.head_size
 
     @property
     def num_parameters(self) -> int:
@@ -249,7 +365,8 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         """Number of elements of the checkpoint's largest tensor."""
-        return self.hidden * max(self.vocabulary, self.mlp_width, self.num_heads * self.head_size)
+        fused = 2 * self.expert_width * self.num_experts if FAMILIES[self.family].has_fused_experts else 0
+        return self.hidden * max(self.vocabulary, self.mlp_width, self.num_heads * self.head_size, fused)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -259,7 +376,7 @@ class ModelShape:
         for layer in range(self.num_layers):
             name = f"model.layers.{layer}."
             shapes |= self._attention_tensors(f"{name}self_attn.") | self._mlp_tensors(layer, f"{name}mlp.")
-            shapes |= {f"{name}{norm}_layernorm.weight": (self.hidden,) for norm in ("input", "post_attention")}
+            shapes |= {f"{name}{norm}.weight": (self.hidden,) for norm in FAMILIES[self.family].norms}
         return shapes | {"model.norm.weight": (self.hidden,)} | ({} if self.is_tied else {HEAD: vocabulary})
 
     @property
@@ -280,15 +397,31 @@ class ModelShape:
         shapes[f"{name}o_proj.weight"] = (self.hidden, heads)
         if self.has_output_bias:
             shapes[f"{name}o_proj.bias"] = (self.hidden,)
-        return shapes | {f"{name}{part}_norm.weight": (self.head_size,) for part in "qk" * self.has_qk_norm}
+        if FAMILIES[self.family].has_sinks:
+            shapes[f"{name}sinks"] = (self.num_heads,)
+        sizes = zip("qk", self.qk_norm_sizes, strict=True)
+        return shapes | {f"{name}{part}_norm.weight": (size,) for part, size in sizes if size}
 
     def _mlp_tensors(self, layer: int, name: str) -> dict[str, tuple[int, ...]]:
+        if FAMILIES[self.family].has_fused_experts:
+            return self._fused_experts(name)
         if layer in self.expert_layers:
             shapes: dict[str, tuple[int, ...]] = {f"{name}gate.weight": (self.num_experts, self.hidden)}
             for expert in range(self.num_experts):
                 shapes |= self._matrices(f"{name}experts.{expert}.", self.expert_width, has_bias=False)
             return shapes
         return self._matrices(name, self.mlp_width, has_bias=self.has_mlp_bias)
+
+    def _fused_experts(self, name: str) -> dict[str, tuple[int, ...]]:
+        experts, hidden, width = self.num_experts, self.hidden, self.expert_width
+        return {
+            f"{name}router.weight": (experts, hidden),
+            f"{name}router.bias": (experts,),
+            f"{name}experts.gate_up_proj": (experts, hidden, 2 * width),
+            f"{name}experts.gate_up_proj_bias": (experts, 2 * width),
+            f"{name}experts.down_proj": (experts, width, hidden),
+            f"{name}experts.down_proj_bias": (experts, hidden),
+        }
 
     def _matrices(self, name: str, width: int, *, has_bias: bool) -> dict[str, tuple[int, ...]]:
         sizes = {"gate": (width, self.hidden), "up": (width, self.hidden), "down": (self.hidden, width)}
@@ -321,14 +454,20 @@ class ModelShape:
         """Parameters of one layer on one of `tensor` ranks, without experts."""
         heads, key_heads = self.num_heads * self.head_size, self.num_key_heads * self.head_size
         qkv = (heads + 2 * key_heads) * (self.hidden + self.has_qkv_bias)
-        replicated = 2 * self.hidden + 2 * self.head_size * self.has_qk_norm + self.hidden * self.has_output_bias
+        of_norms = sum(self.qk_norm_sizes) // (tensor if FAMILIES[self.family].head_norm == "projection" else 1)
+        replicated = (self.num_norms + self.has_output_bias) * self.hidden + of_norms
+        traits = FAMILIES[self.family]
+        qkv += self.num_heads * traits.has_sinks
         if layer in self.expert_layers:
-            return (qkv + heads * self.hidden) // tensor + replicated + self.num_experts * self.hidden
+            router = self.num_experts * (self.hidden + traits.has_fused_experts)
+            return (qkv + heads * self.hidden) // tensor + replicated + router
         mlp = 3 * self.hidden * self.mlp_width + 2 * self.mlp_width * self.has_mlp_bias
         return (qkv + heads * self.hidden + mlp) // tensor + replicated + self.hidden * self.has_mlp_bias
 
     def _experts(self, layer: int) -> int:
-        return 3 * self.hidden * self.expert_width * self.num_experts if layer in self.expert_layers else 0
+        biases = 2 * self.expert_width + self.hidden if FAMILIES[self.family].has_fused_experts else 0
+        one = 3 * self.hidden * self.expert_width + biases
+        return one * self.num_experts if layer in self.expert_layers else 0
 
 
 def layers_of_stage(layout: ParallelLayout, num_layers: int, stage: int) -> list[int]:

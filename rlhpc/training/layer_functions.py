@@ -10,6 +10,7 @@ Legend: L tokens, H hidden size, F inner size, G key heads, R query heads of eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,35 +24,50 @@ _kernels_for = partial(kernels_for, "layer_kernels")
 _head_kernels_for = partial(kernels_for, "head_kernels")
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension in float32, round, then multiply by weight [H]."""
-    normed: Tensor = _RmsNorm.apply(hidden, weight, eps)
+@dataclass(frozen=True, slots=True)
+class NormStyle:
+    """Way of multiplying by a norm's weight; the kernels know PLAIN_NORM alone."""
+
+    is_in_float32: bool = False  # rounded after it is multiplied, not before
+    offset: int = 0  # added to the weight, in float32
+
+
+PLAIN_NORM = NormStyle()
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, style: NormStyle = PLAIN_NORM) -> Tensor:
+    """Normalise the last dimension in float32, round, then multiply by weight [H], or as style has it."""
+    normed: Tensor = _RmsNorm.apply(hidden, weight, eps, style)
     return normed
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
         hidden = hidden.contiguous()
         ctx.save_for_backward(hidden, weight)
-        ctx.eps = eps
-        kernels = _kernels_for(hidden)
-        normed: Tensor = (kernels.rms_norm if kernels else _norm_by_torch)(hidden, weight, eps)
-        return normed
+        ctx.eps, ctx.style = eps, style
+        kernels = _kernels_for(hidden) if style == PLAIN_NORM else None
+        return kernels.rms_norm(hidden, weight, eps) if kernels else _norm_by_torch(hidden, weight, eps, style)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        kernels = _kernels_for(hidden)
-        differentiate = kernels.rms_norm_gradient if kernels else _norm_gradient_by_torch
-        return *differentiate(hidden, weight, ctx.eps, gradients[0].contiguous()), None
+        (hidden, weight), gradient = ctx.saved_tensors, gradients[0].contiguous()
+        kernels = _kernels_for(hidden) if ctx.style == PLAIN_NORM else None
+        if kernels:
+            return *kernels.rms_norm_gradient(hidden, weight, ctx.eps, gradient), None, None
+        return *_norm_gradient_by_torch(hidden, weight, ctx.eps, gradient, ctx.style), None, None
 
 
-def _norm_by_torch(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * functional.rms_norm(hidden, hidden.shape[-1:], None, eps)
+def _norm_by_torch(hidden: Tensor, weight: Tensor, eps: float, style: NormStyle = PLAIN_NORM) -> Tensor:
+    if style == PLAIN_NORM:
+        return weight * functional.rms_norm(hidden, hidden.shape[-1:], None, eps)
+    return functional.rms_norm(hidden.float(), hidden.shape[-1:], style.offset + weight.float(), eps).to(hidden.dtype)
 
 
-def _norm_gradient_by_torch(hidden: Tensor, weight: Tensor, eps: float, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _norm_gradient_by_torch(
+    hidden: Tensor, weight: Tensor, eps: float, gradient: Tensor, style: NormStyle = PLAIN_NORM
+) -> tuple[Tensor, Tensor]:
     """Return in float32, x̂ = x / rms(x) and g = gradient · weight: (g − x̂ · mean(g · x̂)) / rms(x), Σ gradient · x̂.
 
     Autograd of _norm_by_torch takes three times as long on a CPU: it computes forward again, an operation a pass.
@@ -60,11 +76,15 @@ def _norm_gradient_by_torch(hidden: Tensor, weight: Tensor, eps: float, gradient
     mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(hidden.shape[-1])
     over_rms = mean_square.add_(eps).rsqrt_()
     normed = wide * over_rms
-    of_weight = (gradient * normed.to(hidden.dtype)).flatten(0, -2).sum(0)
+    if style != PLAIN_NORM:
+        gradient, weight, dtype = gradient.float(), style.offset + weight.float(), weight.dtype
+        of_weight = (gradient * normed).flatten(0, -2).sum(0).to(dtype)
+    else:
+        of_weight = (gradient * normed.to(hidden.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
     of_normed = (gradient * weight).float()
     mean = torch.linalg.vecdot(of_normed, normed)[..., None].div_(hidden.shape[-1])
     of_hidden = of_normed.addcmul_(normed, mean, value=-1).mul_(over_rms)
-    return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype)
+    return of_hidden.to(hidden.dtype), of_weight
 
 
 def gated_silu(gate_and_up: Tensor) -> Tensor:
@@ -96,6 +116,28 @@ class _GatedSilu(torch.autograd.Function):
         torch.mul(gradient, functional.silu(gate), out=of_up)
         torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)
         return of_both
+
+
+def gated_gelu(gate_and_up: Tensor) -> Tensor:
+    """[..., 2·F] → [..., F]: gelu of the first half by its approximation with tanh, times the second."""
+    product: Tensor = _GatedGelu.apply(gate_and_up)
+    return product
+
+
+class _GatedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, -1)
+        return functional.gelu(gate, approximate="tanh") * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        ((gate_and_up,), gradient) = ctx.saved_tensors, gradients[0]
+        gate, up = gate_and_up.chunk(2, -1)
+        of_up = gradient * functional.gelu(gate, approximate="tanh")
+        of_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
+        return torch.cat([of_gate, of_up], -1)
 
 
 def weighted_gated_silu(gate_and_up: Tensor, factors: Tensor) -> Tensor:
@@ -137,9 +179,9 @@ def _weighted_gradient_by_torch(gate_and_up: Tensor, factors: Tensor, gradient: 
     return of_both, of_factors
 
 
-def rotation_of(angles: Tensor, dtype: torch.dtype) -> Tensor:
-    """[2, L, D / 2], cosines and sines of float32 angles [L, D / 2], rounded as transformers rounds them."""
-    return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+def rotation_of(angles: Tensor, dtype: torch.dtype, factor: Tensor | float = 1.0) -> Tensor:
+    """[..., 2, L, D / 2], cosines and sines of float32 angles [..., L, D / 2] times a factor, rounded last."""
+    return (torch.stack([angles.cos(), angles.sin()], -3) * factor).to(dtype)
 
 
 def rotated_heads(

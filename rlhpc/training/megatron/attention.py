@@ -11,7 +11,7 @@ no kernel of its own; the gradient of that gather is summed back to its owners.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
@@ -24,13 +24,22 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import ParallelLayout
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.logprob import SoftTargets, on_device
-from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, packed_attention, varlen_causal
+from rlhpc.training.packed_attention import (
+    SCORES_AT_ONCE,
+    Scores,
+    SegmentPlan,
+    grouped_attention,
+    packed_attention,
+    scored_attention,
+    varlen_causal,
+)
 from rlhpc.training.route_replay import StageReplay
 
 # ------------------------------------------------------------------------------------------------------------- row plan
@@ -229,11 +238,25 @@ class _Joined(torch.autograd.Function):
 
 
 class PackedCoreAttention(nn.Module):
-    """The core_attention of a layer's ModuleSpec; it has no parameters."""
+    """The core_attention of a layer's ModuleSpec; its only parameters are the sinks of this rank's heads."""
 
-    def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
-        """Signature given by Megatron, which passes more than is needed here."""
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any,
+        softmax_scale: float | None = None,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        has_sinks: bool = False,
+        **_: Any,
+    ) -> None:
+        """Signature given by Megatron, which passes more than is needed here, but for the last three: see Scores."""
         super().__init__()
+        self._window, self._softcap, self.sinks = window, softcap, None
+        if has_sinks:
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self._scaling = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self._context_group = pg_collection.cp
 
@@ -248,15 +271,15 @@ class PackedCoreAttention(nn.Module):
         **_: Any,
     ) -> Tensor:
         """See the module's head.  packed_seq_params has no default: a call that lost it must fail."""
-        plan = packed_seq_params
+        plan, scores = packed_seq_params, Scores(self._scaling, self._window, self._softcap, self.sinks)
         if plan.whole is not None:
-            output = _segment_attention(query[:, 0], key[:, 0], value[:, 0], plan.whole, self._scaling)
+            output = _segment_attention(query[:, 0], key[:, 0], value[:, 0], plan.whole, scores)
             return output.flatten(1)[:, None]
         keys_and_values = gather_from_sequence_parallel_region(
             torch.stack([key[:, 0], value[:, 0]], 1), group=self._context_group
         ).index_select(0, plan.order)
         outputs = [
-            chunk_attention(part, keys_and_values, chunk, self._scaling)
+            chunk_attention(part, keys_and_values, chunk, scores)
             for part, chunk in zip(query[:, 0].chunk(2), plan.chunks, strict=True)
         ]
         return torch.cat(outputs).flatten(1)[:, None]
@@ -265,8 +288,19 @@ class PackedCoreAttention(nn.Module):
 class TransformerEngineAttention(nn.Module):
     """Core attention by TransformerEngine's kernels, for rows that are not cut.  Never run: it was not available."""
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **others: Any) -> None:
-        """Signature given by Megatron."""
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        *,
+        window: None,
+        softcap: None,
+        has_sinks: bool,
+        **others: Any,
+    ) -> None:
+        """Signature given by Megatron, but for traits that core_attention refuses."""
         super().__init__()
         self._mask_type = attn_mask_type
         self._kernels = TEDotProductAttention(config, layer_number, attn_mask_type, attention_type, **others)
@@ -292,8 +326,13 @@ class TransformerEngineAttention(nn.Module):
         return output.reshape(len(query), 1, -1)
 
 
-def core_attention(trainer: TrainerConfig) -> type[nn.Module]:
-    """The class for a layer's ModuleSpec; raises ConfigError for trainer.transformer_engine if it is not available."""
+def core_attention(
+    trainer: TrainerConfig, *, window: int | None = None, softcap: float | None = None, has_sinks: bool = False
+) -> type[nn.Module]:
+    """The class for a layer's ModuleSpec; raises ConfigError for trainer.transformer_engine if it cannot be used.
+
+    window, softcap, has_sinks: of the layer, see Scores.
+    """
     if not trainer.transformer_engine:
         return PackedCoreAttention
     if find_spec("transformer_engine") is None:
@@ -303,35 +342,59 @@ def core_attention(trainer: TrainerConfig) -> type[nn.Module]:
             f"trainer.transformer_engine=true with trainer.context_parallel={trainer.context_parallel}: "
             "TransformerEngine cuts every sample of a row, this trainer the row; legal: context_parallel=1"
         )
+    if window is not None or softcap is not None or has_sinks:
+        raise ConfigError(
+            "trainer.transformer_engine=true, but layers of the model have windows, capped scores or sinks, which are "
+            "computed without TransformerEngine here; legal: false"
+        )
     return TransformerEngineAttention
 
 
-def chunk_attention(query: Tensor, keys_and_values: Tensor, chunk: ChunkPlan, scaling: float) -> Tensor:
+def chunk_attention(query: Tensor, keys_and_values: Tensor, chunk: ChunkPlan, scores: Scores) -> Tensor:
     """query [chunk's tokens, heads, D], keys_and_values [P, 2, key heads, D] → [chunk's tokens, heads, D]."""
     key, value = keys_and_values[chunk.key_start : chunk.key_end].unbind(1)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return varlen_causal(
-            query, key, value, (chunk.query_borders, chunk.key_borders), (chunk.max_queries, chunk.max_keys), scaling
-        )
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.is_plain:
+        borders, longest = (chunk.query_borders, chunk.key_borders), (chunk.max_queries, chunk.max_keys)
+        return varlen_causal(query, key, value, borders, longest, scores.scaling, scores.window)
     continued, begun = chunk.num_continued, len(query) - chunk.num_continued
-    outputs = []
+    outputs: list[Tensor] = []
     if continued:
-        num_keys = len(key) - begun
-        outputs.append(_lower_right(query[:continued], key[:num_keys], value[:num_keys], scaling))
+        last = len(key) - begun
+        outputs += _lower_right(query[:continued], key[:last], value[:last], scores)
     if chunk.begun is not None:
-        outputs.append(_segment_attention(query[-begun:], key[-begun:], value[-begun:], chunk.begun, scaling))
+        outputs.append(_segment_attention(query[-begun:], key[-begun:], value[-begun:], chunk.begun, scores))
     return torch.cat(outputs)
 
 
-def _segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float) -> Tensor:
+def _segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scores: Scores) -> Tensor:
     """[tokens, heads, D] each."""
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    output, _ = packed_attention(None, q, k, v, None, segments=segments, scaling=scaling)
+    output, _ = packed_attention(
+        None, q, k, v, None, segments=segments, scaling=scores.scaling, sliding_window=scores.window,
+        softcap=scores.softcap, s_aux=scores.sinks,
+    )  # fmt: skip
     return output[0]
 
 
-def _lower_right(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The last query attends to all keys, the one before to all but one, and so on; [tokens, heads, D] each."""
-    mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(len(key) - len(query))
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return grouped_attention(q, k, v, attn_mask=mask, scale=scaling)[0].transpose(0, 1)
+def _lower_right(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Iterator[Tensor]:
+    """The last query attends to all keys, the one before to all but one, and so on; [tokens, heads, D] each.
+
+    Yields blocks of queries, as few as packed_attention's limit allows; keys in no window are left out.
+    """
+    num_keys = len(key) if scores.window is None else min(len(key), len(query) + scores.window)
+    step = len(query) if scores.is_plain else max(1, SCORES_AT_ONCE // (query.shape[1] * num_keys))
+    behind = len(key) - len(query)  # keys before the first query
+    for start in range(0, len(query), step):
+        rows = slice(start, min(start + step, len(query)))
+        first = 0 if scores.window is None else max(0, behind + start + 1 - scores.window)
+        keys = slice(first, behind + rows.stop)
+        mask = torch.ones(rows.stop - start, keys.stop - first, dtype=torch.bool, device=query.device)
+        mask = mask.tril(behind + start - first)
+        if scores.window is not None:
+            mask = mask.triu(behind + start - first - scores.window + 1)
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[rows], key[keys], value[keys]))
+        if scores.is_plain:
+            output = grouped_attention(q, k, v, attn_mask=mask, scale=scores.scaling)
+        else:
+            output = checkpoint(scored_attention, q, k, v, mask, scores, use_reentrant=False, preserve_rng_state=False)
+        yield output[0].transpose(0, 1)

@@ -1,9 +1,9 @@
 """The layout of the tensors of an HF checkpoint in a Megatron model that is sharded over ranks.
 
 Input: a model's configuration and a ParallelLayout.  Output: one ParameterMap for each parameter of the whole
-model.  Pure: every rank computes the same for all ranks.  Families: qwen2, qwen3, qwen3_moe, llama.
+model.  Pure: every rank computes the same for all ranks.  Families: those of models/shape.py.
 
-A parameter is cut into shards, one for each tensor rank; replicated parameters and matrices of experts are one shard.
+A parameter is cut into shards, one for each tensor rank; replicated parameters and matrices of an expert are one shard.
 A shard is a pile of slabs, runs of rows (or columns) of HF tensors:
 
     REPLICATED   the tensor
@@ -12,12 +12,13 @@ A shard is a pile of slabs, runs of rows (or columns) of HF tensors:
     ROWS         rows
     QKV          for each group of heads that shares keys: rows of q, of k, of v
     GATE_UP      rows of gate, then the same rows of up
+    EXPERTS      whole experts of a tensor that has all of them; one shard for each expert rank
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.models.shape import ParallelLayout, num_experts
+from rlhpc.models.shape import FAMILIES, ParallelLayout, num_experts
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.logprob import VALUE_HEAD
 
@@ -55,6 +56,7 @@ class Kind(Enum):
     ROWS = auto()
     QKV = auto()
     GATE_UP = auto()
+    EXPERTS = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class ParameterMap:
 
     @property
     def num_shards(self) -> int:
-        """1, or one per tensor rank."""
+        """1, or one per tensor rank or rank of experts."""
         return len(self.ranks)
 
     @property
@@ -87,9 +89,9 @@ class ParameterMap:
         """Numbers of one shard, padding included."""
         return torch.Size(self.shard_shape).numel()
 
-    def shard_of(self, tensor_rank: int) -> int:
-        """Index of that tensor rank's shard, if it holds this parameter."""
-        return tensor_rank if self.num_shards > 1 else 0
+    def shard_of(self, rank: int) -> int:
+        """Index of a rank's shard, if it holds this parameter: tensor and expert ranks are each the fastest axis."""
+        return rank % self.num_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class _MapMaker:
 
     def __init__(self, model: Any, layout: ParallelLayout) -> None:
         self._model, self._layout = model, layout
+        self._family = FAMILIES[model.model_type]
         self._hidden: int = model.hidden_size
         self._head_size: int = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
         self._key_groups: int = model.num_key_value_heads
@@ -215,26 +218,43 @@ class _MapMaker:
         keys = self._key_groups * self._head_size
         rows = {"q": queries, "k": keys, "v": keys}
         attention, theirs = f"{name}self_attention.", f"{hf}self_attn."
-        yield self._map(
-            f"{name}input_layernorm.weight", Kind.REPLICATED, self._norm(f"{hf}input_layernorm", self._hidden)
-        )
+        yield from self._norms(name, hf, {"input_layernorm": self._family.norm_before_attention})
         weights = [HfTensor(f"{theirs}{x}_proj.weight", (size, self._hidden)) for x, size in rows.items()]
         yield self._map(f"{attention}linear_qkv.weight", Kind.QKV, *weights)
-        if self._model.model_type == "qwen2":
+        if self._family.has_qkv_bias:
             biases = [HfTensor(f"{theirs}{x}_proj.bias", (size,)) for x, size in rows.items()]
             yield self._map(f"{attention}linear_qkv.bias", Kind.QKV, *biases)
-        if self._model.model_type in ("qwen3", "qwen3_moe"):
-            for x in "qk":
-                norm = self._norm(f"{theirs}{x}_norm", self._head_size)
-                yield self._map(f"{attention}{x}_layernorm.weight", Kind.REPLICATED, norm)
+        yield from self._head_norms(attention, theirs, rows)
+        if self._family.has_sinks:
+            sinks = HfTensor(f"{theirs}sinks", (self._model.num_attention_heads,))
+            yield self._map(f"{attention}core_attention.sinks", Kind.ROWS, sinks)
         output = HfTensor(f"{theirs}o_proj.weight", (self._hidden, queries))
         yield self._map(f"{attention}linear_proj.weight", Kind.COLUMNS, output)
-        norm = self._norm(f"{hf}post_attention_layernorm", self._hidden)
-        yield self._map(f"{name}pre_mlp_layernorm.weight", Kind.REPLICATED, norm)
-        if self._num_experts:
+        if self._family.has_output_bias:
+            bias = HfTensor(f"{theirs}o_proj.bias", (self._hidden,))
+            yield self._map(f"{attention}linear_proj.bias", Kind.REPLICATED, bias)
+        after, before = self._family.norm_after_attention, self._family.norm_before_mlp
+        yield from self._norms(name, hf, {"self_attn_bda.norm": after, "pre_mlp_layernorm": before})
+        if self._family.has_fused_experts:
+            yield from self._fused_experts(f"{name}mlp.", f"{hf}mlp.")
+        elif self._num_experts:
             yield from self._mixture(f"{name}mlp.", f"{hf}mlp.")
         else:
             yield from self._mlp(f"{name}mlp.", f"{hf}mlp.", self._model.intermediate_size)
+        yield from self._norms(name, hf, {"mlp_bda.norm": self._family.norm_after_mlp})
+
+    def _norms(self, name: str, hf: str, names: Mapping[str, str | None]) -> Iterator[ParameterMap]:
+        """names: Megatron's → the checkpoint's, None where the family has no such norm."""
+        for ours, theirs in names.items():
+            if theirs is not None:
+                yield self._map(f"{name}{ours}.weight", Kind.REPLICATED, self._norm(f"{hf}{theirs}", self._hidden))
+
+    def _head_norms(self, attention: str, theirs: str, rows: Mapping[str, int]) -> Iterator[ParameterMap]:
+        """rows: heads · head size of q and of k."""
+        for x in "qk" if self._family.head_norm != "none" else "":
+            is_whole = self._family.head_norm == "head"
+            norm = self._norm(f"{theirs}{x}_norm", self._head_size if is_whole else rows[x])
+            yield self._map(f"{attention}{x}_layernorm.weight", Kind.REPLICATED if is_whole else Kind.ROWS, norm)
 
     def _mixture(self, name: str, hf: str) -> Iterator[ParameterMap]:
         experts = self._num_experts
@@ -244,6 +264,20 @@ class _MapMaker:
             owner = self._first_rank + expert // (experts // self._layout.expert)
             ours, theirs = f"{name}experts.local_experts.{expert}.", f"{hf}experts.{expert}."
             yield from self._mlp(ours, theirs, self._model.moe_intermediate_size, owner)
+
+    def _fused_experts(self, name: str, hf: str) -> Iterator[ParameterMap]:
+        experts, hidden, width = self._num_experts, self._hidden, self._model.intermediate_size
+        for part, shape in {"weight": (experts, hidden), "bias": (experts,)}.items():
+            yield self._map(f"{name}router.{part}", Kind.REPLICATED, HfTensor(f"{hf}router.{part}", shape))
+        shapes = {
+            "gate_up_proj": (hidden, 2 * width),
+            "gate_up_proj_bias": (2 * width,),
+            "down_proj": (width, hidden),
+            "down_proj_bias": (hidden,),
+        }
+        for part, shape in shapes.items():
+            tensor = HfTensor(f"{hf}experts.{part}", (experts, *shape))
+            yield self._map(f"{name}experts.{part}", Kind.EXPERTS, tensor)
 
     def _mlp(self, name: str, hf: str, width: int, expert_rank: int | None = None) -> Iterator[ParameterMap]:
         gate_up = [HfTensor(f"{hf}{x}_proj.weight", (width, self._hidden)) for x in ("gate", "up")]
@@ -266,7 +300,8 @@ class _MapMaker:
         if expert_rank is not None:
             ranks: tuple[int, ...] = (expert_rank,)
         else:
-            num_shards = 1 if kind is Kind.REPLICATED else self._layout.tensor
+            counts = {Kind.REPLICATED: 1, Kind.EXPERTS: self._layout.expert}
+            num_shards = counts.get(kind, self._layout.tensor)
             ranks = tuple(range(self._first_rank, self._first_rank + num_shards))
         cut, shape = _cut_dim(kind), list(tensors[0].shape)
         size = sum(tensor.shape[cut] for tensor in tensors)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rlhpc.config.rules import Config
 from rlhpc.models.shape import ParallelLayout, num_experts
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec, TensorSource
 from rlhpc.training.logprob import VALUE_HEAD
@@ -38,6 +39,7 @@ from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import ModelConfig, read_model, transformer_config
 from rlhpc.training.megatron.optimizer import OptimizerShard
 from rlhpc.training.ranks import DTYPES, Exchange
+from rlhpc.weights.four_bits import from_mxfp4
 
 if TYPE_CHECKING:
     from rlhpc.training.megatron.lora import RankAdapters
@@ -109,7 +111,7 @@ def load_weights(chunks: Sequence[Any], source: TensorSource, model: Any, layout
         place = maps[name]
         _refuse_unmarked(place, parameter)
         _require(place, source)
-        fill_local(place, partial(_read, source), place.shard_of(tensor_rank(layout)), parameter)
+        fill_local(place, partial(_read, source), place.shard_of(dist.get_rank()), parameter)
 
 
 def local_shard(
@@ -120,7 +122,7 @@ def local_shard(
     Raises as load_weights does.
     """
     _require(parameter, source)
-    return to_local(parameter, partial(_read, source), parameter.shard_of(tensor_rank(layout)), dtype)
+    return to_local(parameter, partial(_read, source), parameter.shard_of(dist.get_rank()), dtype)
 
 
 def sharded_weights(maps: Sequence[ParameterMap], dtype: torch.dtype) -> tuple[ShardedTensorSpec, ...]:
@@ -156,11 +158,6 @@ def sharded_float32_state(maps: Sequence[ParameterMap], ranges: Iterable[OwnedRa
     for each in ranges:
         by_name.setdefault(each.name, []).append(each)
     return tuple(_state_item(place, by_name.get(place.name, [])) for place in exported(maps))
-
-
-def tensor_rank(layout: ParallelLayout) -> int:
-    """Tensor rank of this process: its place on the fastest axis."""
-    return dist.get_rank() % layout.tensor
 
 
 def _expert_rank(layout: ParallelLayout) -> int:
@@ -316,19 +313,38 @@ class RankModel:
         return parameter_maps(self.config, self.layout) if self.adapters is None else self.adapters.maps
 
 
+_PACKED = ("_blocks", "_scales")  # suffixes of tensors in MXFP4
+
+
 class ModelSource(TensorSource):
-    """An HF checkpoint, with a head of zeros for a critic."""
+    """An HF checkpoint, with a head of zeros for a critic, and experts in MXFP4 unpacked to bfloat16."""
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """See TensorSource."""
-        if name in self.names or name != VALUE_HEAD:
+        if self._is_packed(name):
+            self._require_packed(name, shape)
+        elif name in self.names or name != VALUE_HEAD:
             super().require(name, shape)
 
     def read(self, name: str, dtype: torch.dtype | None = None, index: tuple[slice, ...] | None = None) -> Tensor:
-        """See TensorSource; zeros of one row, which broadcast to as many columns as there are."""
+        """See TensorSource; of a critic's head zeros of one row, which broadcast to as many columns as there are."""
+        if self._is_packed(name):
+            experts, *others = index or (slice(None),)
+            blocks, scales = (super(ModelSource, self).read(name + part, index=(experts,)) for part in _PACKED)
+            part = from_mxfp4(blocks, scales)[:, *others]
+            return part if dtype is None else part.to(dtype)
         if name in self.names or name != VALUE_HEAD:
             return super().read(name, dtype, index)
         return torch.zeros(1, 1, dtype=dtype or torch.float32)
+
+    def _is_packed(self, name: str) -> bool:
+        return name not in self.names and name + _PACKED[0] in self.names
+
+    def _require_packed(self, name: str, shape: tuple[int, ...]) -> None:
+        experts, rows, groups, half = self.shape(name + _PACKED[0])
+        found = experts, groups * half * 2, rows
+        if found != shape or self.shape(name + _PACKED[1]) != (experts, rows, groups):
+            raise ConfigError(f"model.path: {name} is {found} in MXFP4, not {shape} as config.json has it")
 
 
 class RankState:
@@ -343,7 +359,7 @@ class RankState:
         self._places = {place.name: place for place in model.places if place.name in self._shards}
         self._exported = [place.name for place in exported(model.places)]
         kept = [
-            (name, self._places[name].shard_of(tensor_rank(model.layout)), dist.get_rank(), shard.start, shard.end)
+            (name, self._places[name].shard_of(dist.get_rank()), dist.get_rank(), shard.start, shard.end)
             for name, shard in self._shards.items()
         ]
         ranges = [OwnedRange(*each) for of_rank in exchange.of_all(kept) for each in of_rank]

@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -66,7 +67,6 @@ from rlhpc.training.megatron.hf_layout import (
     tensor_specs,
     to_local,
 )
-from rlhpc.training.megatron.hf_weights import tensor_rank
 
 # ----------------------------------------------------------------------------------------------------------------- maps
 
@@ -323,7 +323,7 @@ def attach_adapters(
             if base.name != HEAD:
                 layer.register_forward_hook(partial(_add, layer.adapter, lora.switch))
     adapters = RankAdapters(lora, adapter_maps(bases, layers, config.lora.rank), beside)
-    _fill(adapters, config, layout)
+    _fill(adapters, config)
     return adapters
 
 
@@ -332,7 +332,7 @@ def _is_matrix(base: ParameterMap, tensor: HfTensor) -> bool:
 
 
 @torch.no_grad()
-def _fill(adapters: RankAdapters, config: Config, layout: ParallelLayout) -> None:
+def _fill(adapters: RankAdapters, config: Config) -> None:
     """Write this rank's part of A and B, drawn or read from lora.initial."""
     maps = {place.name: place for place in adapters.maps}
     parameters = {
@@ -342,7 +342,7 @@ def _fill(adapters: RankAdapters, config: Config, layout: ParallelLayout) -> Non
     }
     given = initial_tensors(config, adapters.lora.layers, {place.tensors[0].name for place in parameters})
     for place, parameter in parameters.items():
-        shard = place.shard_of(tensor_rank(layout))
+        shard = place.shard_of(dist.get_rank())
         parameter.copy_(to_local(place, lambda key, index: given[key][index], shard, torch.float32))
         adapters.lora.parameters[place.tensors[0].name] = parameter
 

@@ -32,23 +32,32 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor, nn
 
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.routes import MixtureForm
-from rlhpc.models.shape import ParallelLayout
-from rlhpc.training.layer_functions import rotation_of
+from rlhpc.models.shape import FAMILIES, ParallelLayout, layer_windows
+from rlhpc.training.layer_functions import NormStyle
 from rlhpc.training.logprob import VocabularyShard, head_logprobs, token_values
-from rlhpc.training.megatron.attention import LocalRow, core_attention
+from rlhpc.training.megatron.attention import LocalRow, PackedCoreAttention, core_attention
 from rlhpc.training.megatron.hf_layout import has_value_head
 from rlhpc.training.megatron.model_config import (
+    FusedExperts,
+    GatedGelu,
     GatedSilu,
     GroupedExperts,
     ModelConfig,
+    NormedAddition,
     PackedSelfAttention,
+    ProjectionNorm,
     RMSNorm,
-    rotary_frequencies,
+    Rotations,
+    norm_style,
 )
 from rlhpc.training.route_replay import StageReplay, choice
 
@@ -96,8 +105,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             self.output_layer = _ValueHead(config)
         self._real_vocabulary = model.vocab_size
         self._padding_token: int | None = model.pad_token_id
+        self._softcap: float | None = getattr(model, "final_logit_softcapping", None)
+        scale = config.hidden_size**0.5 if FAMILIES[model.model_type].is_embedding_scaled else None
+        # Rounded as transformers rounds it.
+        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=config.params_dtype).item()
         # Not a buffer: Megatron's conversion to half precision would round it, and with it every angle.
-        self._frequencies = rotary_frequencies(model).to(device)
+        self._rotations = Rotations.of(model).to(device)
 
     def forward(self, row: LocalRow, request: HeadRequest) -> Tensor:
         """Return float32 [2, L], log-probabilities and entropies, on the last stage; elsewhere hidden states.
@@ -117,14 +130,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         return output
 
     def _preprocess(self, *, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
-        """Megatron's, with the rotation [2, L, head size / 2] of every token in the place of Megatron's angles."""
+        """Megatron's, with the rotations [K, 2, L, head size / 2] of every token in the place of Megatron's angles."""
         decoder_input, _, *others = super()._preprocess(position_ids=position_ids, **inputs)
         if self.pre_process and not self.embedding.word_embeddings.weight.requires_grad:
             decoder_input = _plain_leaf(decoder_input)
         elif self.pre_process and self._padding_token is not None:
             is_padding = torch.eq(inputs["input_ids"][0], self._padding_token)
             decoder_input = self._without_gradient(decoder_input, is_padding)
-        rotation = rotation_of(position_ids[0, :, None].float() * self._frequencies, self.config.params_dtype)
+        if self.pre_process and self._embedding_scale is not None:
+            decoder_input = decoder_input * self._embedding_scale
+        rotation = self._rotations.turned(position_ids[0], self.config.params_dtype)
         return (decoder_input, rotation, *others)
 
     def _without_gradient(self, embedded: Tensor, is_padding: Tensor) -> Tensor:
@@ -159,6 +174,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             has_entropy_gradient=request.has_entropy_gradient,
             shard=self._shard(),
             soft=row.soft,
+            softcap=self._softcap,
         )
         found = [logprobs, torch.zeros_like(logprobs) if entropy is None else entropy]
         return self._at(row, torch.stack(found if soft is None else [*found, soft]))
@@ -220,7 +236,7 @@ def build_chunks(
             model,
             config,
             device,
-            transformer_layer_spec=_block(config, trainer, stage_chunk),
+            transformer_layer_spec=_block(model, config, trainer, stage_chunk),
             vocab_size=layout.padded_vocabulary(model.vocab_size),
             pre_process=parallel_state.is_pipeline_first_stage(**is_interleaved),
             post_process=parallel_state.is_pipeline_last_stage(**is_interleaved),
@@ -276,6 +292,12 @@ def _tell_router(layer: Any, _: Any, kwargs: dict[str, Any]) -> None:
     layer.mlp.router.router_replay.experts = experts
 
 
+# Modules with parts of parameters; PackedCoreAttention has those of sinks.
+_CUT = (
+    ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ProjectionNorm, PackedCoreAttention, FusedExperts,
+)  # fmt: skip
+
+
 def _mark(module: nn.Module) -> None:
     """Set the attributes of a module's own parameters by which Megatron sums gradients and computes their norm.
 
@@ -283,52 +305,105 @@ def _mark(module: nn.Module) -> None:
     are distributed (for parameters of experts): with tensor ranks and without expert ranks, each tensor rank sees other
     tokens of the same expert.
     """
-    if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+    if not isinstance(module, _CUT):
         return
     dimension = 1 if isinstance(module, RowParallelLinear) else 0
-    for parameter in module.parameters(recurse=False):
+    parameters: Any = module.named_parameters(recurse=False)
+    for name, parameter in parameters:
+        if isinstance(module, RowParallelLinear) and name == "bias":
+            continue  # it is added behind the sum over tensor ranks, and whole on each
         for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
             if hasattr(parameter, attribute):
                 delattr(parameter, attribute)
         set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
-        if getattr(module, "is_expert", False):
+        if getattr(module, "is_expert", False) or isinstance(module, FusedExperts):
             parameter.allreduce = False
 
 
-def _block(config: TransformerConfig, trainer: TrainerConfig, stage_chunk: int | None) -> TransformerBlockSubmodules:
-    layers = [_layer(config, trainer)] * get_num_layers_to_build(config, stage_chunk)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+def _block(
+    model: ModelConfig, config: TransformerConfig, trainer: TrainerConfig, stage_chunk: int | None
+) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(config, stage_chunk)
+    numbers = range(first, first + get_num_layers_to_build(config, stage_chunk))
+    windows, rotations = layer_windows(model.to_dict()), Rotations.of(model).of_layers
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer(model, config, trainer, windows[number], rotations[number]) for number in numbers],
+        layer_norm=_norm(norm_style(model)),
+    )
 
 
-def _layer(config: TransformerConfig, trainer: TrainerConfig) -> ModuleSpec:
-    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+def _norm(style: NormStyle) -> ModuleSpec:
+    return ModuleSpec(RMSNorm, params={"style": style})
+
+
+def _layer(
+    model: ModelConfig, config: TransformerConfig, trainer: TrainerConfig, window: int | None, rotation: int
+) -> ModuleSpec:
+    """window: see layer_windows; rotation: see Rotations.of_layers."""
+    family, style = FAMILIES[model.model_type], norm_style(model)
+    norm, addition = _norm(style), ModuleSpec(NormedAddition, params={"config": config, "style": style})
+    query_norm, key_norm = _head_norms(model, norm)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=core_attention(trainer),
+        core_attention=_core_attention(model, trainer, window),
         linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+        q_layernorm=query_norm,
+        k_layernorm=key_norm,
     )
-    if config.num_moe_experts is None:
-        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, GatedSilu, RowParallelLinear))
-    else:
-        mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-        mlp.submodules.experts.submodules.activation_func = GatedSilu
-        if config.moe_grouped_gemm:
-            mlp.submodules.experts.module = GroupedExperts  # has the same parts as the module that it replaces
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm if family.norm_before_attention else IdentityOp,
             self_attention=ModuleSpec(
-                PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                PackedSelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal, "rotation": rotation},
+                submodules=attention,
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            self_attn_bda=addition if family.norm_after_attention else get_bias_dropout_add,
+            pre_mlp_layernorm=norm if family.norm_before_mlp else IdentityOp,
+            mlp=_mlp(model, config),
+            mlp_bda=addition if family.norm_after_mlp else get_bias_dropout_add,
         ),
     )
+
+
+def _head_norms(model: ModelConfig, norm: ModuleSpec) -> tuple[Any, Any]:
+    """Return the norms of queries and of keys."""
+    match FAMILIES[model.model_type].head_norm:
+        case "none":
+            return IdentityOp, IdentityOp
+        case "head":
+            return norm, norm
+        case "projection":
+            counts = model.num_attention_heads, model.num_key_value_heads
+            queries, keys = (ModuleSpec(ProjectionNorm, params={"num_heads": count}) for count in counts)
+            return queries, keys
+
+
+def _core_attention(model: ModelConfig, trainer: TrainerConfig, window: int | None) -> ModuleSpec:
+    has_sinks = FAMILIES[model.model_type].has_sinks
+    traits: dict[str, Any] = {
+        "window": window,
+        "softcap": getattr(model, "attn_logit_softcapping", None),
+        "has_sinks": has_sinks,
+    }
+    return ModuleSpec(core_attention(trainer, **traits), params=traits)
+
+
+def _mlp(model: ModelConfig, config: TransformerConfig) -> ModuleSpec:
+    if config.num_moe_experts is None:
+        is_silu = FAMILIES[model.model_type].activation[1] == "silu"
+        gate = GatedSilu if is_silu else GatedGelu
+        return ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, gate, RowParallelLinear))
+    mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if FAMILIES[model.model_type].has_fused_experts:
+        numbers = {"alpha": model.swiglu_alpha, "limit": model.swiglu_limit}
+        mlp.submodules.experts = ModuleSpec(FusedExperts, params=numbers)
+        return mlp
+    mlp.submodules.experts.submodules.activation_func = GatedSilu
+    if config.moe_grouped_gemm:
+        mlp.submodules.experts.module = GroupedExperts  # has the same parts as the module that it replaces
+    return mlp
 
 
 def _name_what_is_missing() -> None:

@@ -123,6 +123,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
     "Llama-3.1-70B": _LLAMA_3_1
     | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+    "Olmo-3-7B": {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 100278,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 65536,
+        "sliding_window": 4096,
+    },
 }
 
 # Of the published weights, a tied head counted once.
@@ -138,6 +152,7 @@ NUM_PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.1-70B": 70_553_706_496,
+    "Olmo-3-7B": 7_298_011_136,
 }
 
 # Small ones with what the published ones lack: every bias, layers without experts, heads wider than H / A.
@@ -155,6 +170,11 @@ ODD_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-tied": _TINY | {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3-wide-heads": _TINY | {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
     "qwen3-default-heads": _TINY | {"model_type": "qwen3"},
+    "mistral-wide-heads": _TINY | {"model_type": "mistral", "head_dim": 32},
+    "olmo3": _TINY | {"model_type": "olmo3"},
+    "gemma2": _TINY | {"model_type": "gemma2", "head_dim": 32},
+    "gemma3-default-heads": _TINY | {"model_type": "gemma3_text"},
+    "gpt-oss": _TINY | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3-moe-one-dense": _TINY | _MOE | {"head_dim": 32, "mlp_only_layers": [1]},
     "qwen3-moe-every-other": _TINY | _MOE | {"decoder_sparse_step": 2},
 }

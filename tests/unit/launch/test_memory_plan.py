@@ -18,7 +18,7 @@ from launch.cli import main
 from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config, with_values
-from rlhpc.models.shape import ModelShape, ParallelLayout, layers_of_stage
+from rlhpc.models.shape import FAMILIES, ModelShape, ParallelLayout, layers_of_stage
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from rlhpc.weights.four_bits import in_four_bits
 from tests import build
@@ -96,12 +96,13 @@ def test_the_parts_of_all_ranks_sum_to_the_model(name, layout):
     parallel.refuse_unfit(numbers)
     parts = [shape.on_rank(parallel, stage) for stage in range(parallel.pipeline)]
     held = parallel.tensor * sum(p.shared for p in parts) + parallel.expert * sum(p.experts for p in parts)
-    hidden, heads = shape.hidden, shape.head_size
+    hidden, family = shape.hidden, FAMILIES[shape.family]
     replicated = hidden + sum(
-        2 * hidden
-        + 2 * heads * shape.has_qk_norm
+        len(family.norms) * hidden
+        + 2 * shape.head_size * (family.head_norm == "head")
         + hidden * shape.has_output_bias
-        + (shape.num_experts * hidden if layer in shape.expert_layers else hidden * shape.has_mlp_bias)
+        + shape.num_experts * ((layer in shape.expert_layers) * hidden + family.has_fused_experts)
+        + hidden * shape.has_mlp_bias
         for layer in range(shape.num_layers)
     )
     num_embeddings = 1 if shape.is_tied and parallel.pipeline == 1 else 2

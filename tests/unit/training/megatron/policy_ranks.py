@@ -78,7 +78,7 @@ def _one_case(rank: int, world_size: int, case: Case, rows: list[PackedMicrobatc
     config.moe_grouped_gemm = case.groups_experts
     chunks = build_chunks(AutoConfig.from_pretrained(case.checkpoint), config, trainer, CPU)
     assert case.groups_experts == any(isinstance(each, GroupedExperts) for c in chunks for each in c.modules())
-    reference = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
+    reference = transformers_model(case.checkpoint, torch.float32)
     for chunk in chunks:
         give_weights(chunk.to(case.dtype), dict(reference.state_dict()))
     own = range(parallel_state.get_data_parallel_rank(), len(rows), layout.data)
@@ -132,6 +132,11 @@ def _wrong_gradients(chunks: list[Any], expected: dict[str, Tensor]) -> list[tup
         for name, weight in chunk.named_parameters()
     ]
     return [(name, difference) for name, difference in differences if not difference <= GRADIENT_TOLERANCE]
+
+
+def transformers_model(checkpoint: Path, dtype: torch.dtype) -> Any:
+    """With the attention that every family has, soft caps and sinks included."""
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager")
 
 
 def loss_factors(row: PackedMicrobatch) -> Tensor:
@@ -188,7 +193,12 @@ def _in_layer(part: str, weights: dict[str, Tensor], chunk) -> Tensor:
     if part.startswith("self_attention.linear_qkv"):
         parts = [weights[f"self_attn.{x}_proj.{kind}"].unflatten(0, (2, -1)) for x in "qkv"]  # 2 heads of keys
         return torch.cat(parts, 1).flatten(0, 1).chunk(tensor)[rank]
-    if part.startswith("self_attention.linear_proj"):
+    if part == "self_attention.core_attention.sinks":
+        return weights["self_attn.sinks"].chunk(tensor)[rank]
+    if part.startswith("mlp.experts.") and "local_experts" not in part:
+        size = parallel_state.get_expert_model_parallel_world_size()
+        return weights[part].chunk(size)[parallel_state.get_expert_model_parallel_rank()]
+    if part == "self_attention.linear_proj.weight":
         return weights["self_attn.o_proj.weight"].chunk(tensor, 1)[rank]
     if part.startswith("mlp.experts"):
         local_index, linear = part.split(".")[3:5]
@@ -198,13 +208,19 @@ def _in_layer(part: str, weights: dict[str, Tensor], chunk) -> Tensor:
         return torch.cat([weights[f"mlp.{x}_proj.weight"].chunk(tensor)[rank] for x in ("gate", "up")])
     if part == "mlp.linear_fc2.weight":
         return weights["mlp.down_proj.weight"].chunk(tensor, 1)[rank]
+    if part in ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"):
+        weight = weights[f"self_attn.{part.split('.')[1][0]}_norm.weight"]
+        return weight if len(weight) == chunk.config.kv_channels else weight.chunk(tensor)[rank]  # of all heads
+    before_mlp = next(x for x in ("pre_feedforward", "post_attention") if f"{x}_layernorm.weight" in weights)
     return weights[
         {
             "input_layernorm.weight": "input_layernorm.weight",
-            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-            "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-            "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-            "mlp.router.weight": "mlp.gate.weight",
+            "self_attn_bda.norm.weight": "post_attention_layernorm.weight",
+            "pre_mlp_layernorm.weight": f"{before_mlp}_layernorm.weight",
+            "mlp_bda.norm.weight": "post_feedforward_layernorm.weight",
+            "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+            "mlp.router.weight": "mlp.gate.weight" if "mlp.gate.weight" in weights else "mlp.router.weight",
+            "mlp.router.bias": "mlp.router.bias",
         }[part]
     ]
 

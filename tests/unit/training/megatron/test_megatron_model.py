@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, GemmaConfig, LlamaConfig, MistralConfig, Olmo3Config, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.shape import FAMILIES, ParallelLayout
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.training.megatron import attention
 from rlhpc.training.megatron.attention import (
     LocalRow,
     PackedCoreAttention,
@@ -25,9 +26,17 @@ from rlhpc.training.megatron.attention import (
     row_order,
 )
 from rlhpc.training.megatron.hf_layout import critic_of, parameter_maps
-from rlhpc.training.megatron.model_config import ModelFile, read_model, rotary_frequencies, transformer_config
+from rlhpc.training.megatron.model_config import ModelFile, Rotations, read_model, transformer_config
+from rlhpc.training.packed_attention import Scores
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.training.megatron.policy_ranks import Case, Seen, mixed_row, rank_results, unpacked_logprobs
+from tests.unit.training.megatron.policy_ranks import (
+    Case,
+    Seen,
+    mixed_row,
+    rank_results,
+    transformers_model,
+    unpacked_logprobs,
+)
 from tests.unit.training.rank_processes import run_ranks
 
 # ----------------------------------------------------------------------------- The Megatron policy against transformers
@@ -55,7 +64,7 @@ def assert_as_transformers(
 ) -> None:
     """Every row was seen, on every rank that saw it as transformers sees its segments, and all gradients agree."""
     for index, (name, case) in enumerate(cases.items()):
-        reference = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
+        reference = transformers_model(case.checkpoint, torch.float32)
         expected = [unpacked_logprobs(reference, row).detach() for row in rows]
         of_case = [of_rank[index] for of_rank in seen]
         assert {row for of_rank in of_case for row in of_rank.rows} == set(range(len(rows))), name
@@ -92,12 +101,12 @@ def test_one_rank_computes_what_transformers_computes_and_nearly_so_in_bfloat16(
     assert_near_transformers_in_bfloat16(in_bfloat16, seen[-1])
 
 
-def assert_near_transformers_in_bfloat16(case: Case, seen: Seen) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.bfloat16)
+def assert_near_transformers_in_bfloat16(case: Case, seen: Seen, times: int = 1) -> None:
+    reference = transformers_model(case.checkpoint, torch.bfloat16)
     for row, (logprobs, _) in seen.rows.items():
         difference = (logprobs - unpacked_logprobs(reference, ROWS[row]).detach()).abs()
-        assert 0 < difference.max() < 0.1
-        assert difference.mean() < 0.01
+        assert 0 < difference.max() < 0.1 * times
+        assert difference.mean() < 0.01 * times
 
 
 @pytest.mark.starts
@@ -135,6 +144,63 @@ def test_two_ranks_share_experts(tmp_path):
     assert_as_transformers(cases, run_cases(cases, 2, tmp_path))
 
 
+# --------------------------------------------------- Families with windows, with other norms, with several rotations
+
+WINDOWED = ("mistral", "olmo3", "gemma2", "gemma3_text", "gpt_oss")
+WINDOW = 5  # shorter than most segments of ROWS
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "layer_types": None}
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("family", WINDOWED)
+def test_one_rank_computes_every_family_as_transformers(tmp_path, family):
+    model = checkpoint(tmp_path / family, family, tied="gemma" in family, layers=4, sliding_window=WINDOW)
+    cases = {
+        family: Case(model),
+        "recomputed": Case(model, {"recompute_activations": "full"}),
+        "attention recomputed": Case(model, {"recompute_activations": "selective"}),
+    }
+    in_bfloat16 = Case(model, dtype=torch.bfloat16)
+    (seen,) = run_cases({**cases, "bfloat16": in_bfloat16}, 1, tmp_path)
+    assert_as_transformers(cases, [seen[:-1]])
+    # transformers chooses experts of gpt-oss in bfloat16, Megatron in float32: now and then others.
+    assert_near_transformers_in_bfloat16(in_bfloat16, seen[-1], times=5 if family == "gpt_oss" else 1)
+
+
+@pytest.mark.starts
+def test_one_rank_computes_the_windows_and_yarn_of_other_families(tmp_path):
+    cases = {
+        "qwen2": Case(checkpoint(tmp_path / "a", "qwen2", **QWEN_WINDOWS)),
+        "qwen3": Case(checkpoint(tmp_path / "b", "qwen3", rope_parameters=YARN, **QWEN_WINDOWS)),
+        "mistral without": Case(checkpoint(tmp_path / "c", "mistral", tied=False, sliding_window=None)),
+        "a window as wide as the longest segment": Case(
+            checkpoint(tmp_path / "d", "mistral", tied=False, sliding_window=40)
+        ),
+    }
+    assert_as_transformers(cases, run_cases(cases, 1, tmp_path))
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("family", WINDOWED)
+def test_two_ranks_share_every_family(tmp_path, family):
+    model = checkpoint(tmp_path / family, family, tied="gemma" in family, layers=4, sliding_window=WINDOW)
+    cases = {
+        "data": Case(model),
+        "tensor": Case(model, TENSOR),
+        "tensor and sequence": Case(model, {**SEQUENCE, "recompute_activations": "full"}),
+        "pipeline": Case(model, {"pipeline_parallel": 2}),
+        "interleaved pipeline": Case(model, {"pipeline_parallel": 2, "chunks_per_stage": 2}),
+        "context": Case(model, {"context_parallel": 2}),
+        "context, recomputed": Case(model, {"context_parallel": 2, "recompute_activations": "selective"}),
+    }
+    if family == "gpt_oss":
+        del cases["tensor"]  # a mixture needs sequence parallelism
+        cases["experts over data"] = Case(model, {"expert_parallel": 2})
+        cases["experts over tensor"] = Case(model, {**SEQUENCE, "expert_parallel": 2})
+        cases["experts over context"] = Case(model, {"context_parallel": 2, "expert_parallel": 2})
+    assert_as_transformers(cases, run_cases(cases, 2, tmp_path))
+
+
 @pytest.mark.starts
 @pytest.mark.long
 def test_three_stages_interleave(tmp_path):
@@ -163,6 +229,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -172,11 +239,19 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias=True"),
         (LlamaConfig(**SIZES, attention_bias=True), "attention_bias=True"),
         (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act='gelu'"),
-        (LlamaConfig(**SIZES, rope_parameters=YARN), "rope_parameters.rope_type='yarn'"),
+        (LlamaConfig(**SIZES, rope_parameters=DYNAMIC), "rope_parameters.rope_type='dynamic'"),
         (
-            Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            "use_sliding_window=True",
+            Olmo3Config(**SIZES, rope_parameters={"full_attention": DYNAMIC}),
+            "rope_parameters.full_attention.rope_type='dynamic'",
         ),
+        (LlamaConfig(**SIZES, layer_types=["sliding_attention"] * 2), "layer_types=['sliding_attention']"),
+        (
+            MistralConfig(**SIZES, layer_types=["full_attention"] * 2),
+            "layer_types=['full_attention', 'full_attention']",
+        ),
+        (MistralConfig(**SIZES, sliding_window=0), "sliding_window=0"),
+        (Olmo3Config(**SIZES, sliding_window=None), "sliding_window=None"),
+        (Qwen3MoeConfig(**SIZES, num_experts=4, use_sliding_window=True), "use_sliding_window=True"),
         (Qwen3MoeConfig(**SIZES, num_experts=4, mlp_only_layers=[0]), "mlp_only_layers=[0]"),
         (Qwen3MoeConfig(**SIZES, num_experts=4, decoder_sparse_step=2), "decoder_sparse_step=2"),
         (Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=1, norm_topk_prob=True), "num_experts_per_tok=1"),
@@ -205,9 +280,14 @@ def test_rotation_is_that_of_transformers_bit_for_bit():
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    for parameters in ({"rope_type": "default", "rope_theta": 1e6}, scaled):
+    for parameters in ({"rope_type": "default", "rope_theta": 1e6}, scaled, YARN):
         model = LlamaConfig(**SIZES, rope_parameters=parameters)
-        assert torch.equal(rotary_frequencies(model), LlamaRotaryEmbedding(model).inv_freq)
+        found, theirs = Rotations.of(model), LlamaRotaryEmbedding(model)
+        assert torch.equal(found.frequencies[0], theirs.inv_freq)
+        positions = torch.arange(100)
+        cosines, sines = theirs(torch.zeros(1), positions[None])
+        for mine, their in zip(found.turned(positions, torch.float32)[0], (cosines[0], sines[0]), strict=True):
+            assert torch.equal(mine, their[:, : their.shape[1] // 2])
 
 
 @pytest.mark.parametrize(
@@ -282,7 +362,7 @@ def assert_alike(found, theirs):
     )
     assert parameter_maps(found, layout) == parameter_maps(theirs, layout)
     assert parameter_maps(critic_of(found), layout) == parameter_maps(critic_of(theirs), layout)
-    assert torch.equal(rotary_frequencies(found), rotary_frequencies(theirs))
+    assert torch.equal(Rotations.of(found).frequencies, Rotations.of(theirs).frequencies)
     for key in ("max_position_embeddings", "tie_word_embeddings", "vocab_size", "pad_token_id"):
         assert getattr(found, key) == getattr(theirs, key), key
 
@@ -355,6 +435,7 @@ def test_a_trainer_of_megatron_loads_no_transformers_for_a_published_model(tmp_p
 
 CPU = torch.device("cpu")
 SCALING = 0.3
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])  # of four heads
 # Lengths of the segments of rows that 1, 2, 3 and 4 ranks cut in equal chunks (of 24 tokens: 24, 6, 4, 3).
 CUT_ROWS = [(24,), (1,) * 24, (6, 6, 6, 6), (5, 17, 1, 1), (3, 3, 3, 3, 3, 3, 3, 3), (1, 22, 1), (2, 9, 13)]
 
@@ -365,29 +446,37 @@ def row_layout(*, context: int = 1, tensor: int = 1) -> ParallelLayout:
     )
 
 
-def dense_attention(query, key, value, borders):
+def dense_attention(query, key, value, borders, scores):
     """By a mask of the whole row, which the trainer never makes."""
     segment = np.repeat(np.arange(len(borders) - 1), np.diff(borders))
     allowed = torch.from_numpy(segment[:, None] == segment[None]).tril()
+    allowed = allowed if scores.window is None else allowed.triu(1 - scores.window)
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * SCALING
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), value)
+    products = torch.einsum("qhd,khd->hqk", query, key) * SCALING
+    products = products if scores.softcap is None else scores.softcap * torch.tanh(products / scores.softcap)
+    weights = products.masked_fill(~allowed, -torch.inf).exp()
+    totals = weights.sum(-1, keepdim=True)
+    totals = totals if scores.sinks is None else totals + scores.sinks.exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / totals, value)
 
 
 @pytest.mark.parametrize("lengths", CUT_ROWS, ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_all_ranks_together_attend_as_one_mask_would_have_it(lengths, num_ranks):
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (0.7, None), (None, SINKS)])
+def test_all_ranks_together_attend_as_one_mask_would_have_it(monkeypatch, lengths, num_ranks, window, softcap, sinks):
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 24 * 2)  # two queries at once
     borders = np.cumsum((0, *lengths), dtype=np.int32)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(24, 4, 8, generator=generator)
     keys_and_values = torch.randn(24, 2, 2, 8, generator=generator)
-    found = torch.zeros_like(query)
+    found, scores = torch.zeros_like(query), Scores(SCALING, window, softcap, sinks)
     for rank in range(num_ranks):
         plan = RowPlan.of(borders, num_ranks, rank, CPU)
         tokens = torch.from_numpy(held_tokens(24, num_ranks, rank))
         parts = zip(query[tokens].chunk(2), plan.chunks, strict=True)
-        found[tokens] += torch.cat([chunk_attention(part, keys_and_values, chunk, SCALING) for part, chunk in parts])
-    expected = dense_attention(query, *keys_and_values.unbind(1), borders)
+        found[tokens] += torch.cat([chunk_attention(part, keys_and_values, chunk, scores) for part, chunk in parts])
+    expected = dense_attention(query, *keys_and_values.unbind(1), borders, scores)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

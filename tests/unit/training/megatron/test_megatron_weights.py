@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from launch.checks.memory_plan import bucket_sizes
 from rlhpc.config.file import load_config
@@ -38,6 +38,7 @@ from rlhpc.training.megatron.hf_layout import (
     to_local,
 )
 from rlhpc.training.megatron.hf_weights import (
+    ModelSource,
     OwnedRange,
     load_weights,
     local_shard,
@@ -49,7 +50,7 @@ from rlhpc.training.megatron.hf_weights import (
 from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
 from rlhpc.weights.buckets import buckets_of, make_manifest, manifest_bytes
-from tests.tiny_models import NUM_EXPERTS, make_tiny_checkpoint
+from tests.tiny_models import NUM_EXPERTS, make_tiny_checkpoint, pack_experts
 from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, RECIPES
 from tests.unit.training.megatron.policy_ranks import share_of
 from tests.unit.training.rank_processes import run_ranks
@@ -108,7 +109,7 @@ def test_every_layout_gives_the_checkpoint_back_bit_for_bit(tmp_path, family, ti
         layout_of(tensor=tensor, pipeline=pipeline, chunks=chunks, expert=expert, data=2)
         for tensor in (1, 2)
         for pipeline, chunks in ((1, 1), (2, 1), (2, 2))
-        for expert in ((1, 2, 4) if family == "qwen3_moe" else (1,))
+        for expert in ((1, 2, 4) if family in ("qwen3_moe", "gpt_oss") else (1,))
         if expert <= 2 * tensor
     ]
     for layout in layouts:
@@ -182,6 +183,29 @@ def test_a_group_of_heads_lies_together_with_its_keys_and_values(tmp_path):
         to_local(one_rank, reader(tensors), 0, torch.float32),
         torch.cat([q[:64], k[:32], v[:32], q[64:128], k[32:64], v[32:64]]),
     )
+
+
+def test_fused_experts_are_owned_by_consecutive_ranks_of_their_stage(tmp_path):
+    model, _ = random_checkpoint(tmp_path, "gpt_oss")
+    layout = layout_of(tensor=2, data=2, pipeline=2, expert=4)
+    place = {place.name: place for place in parameter_maps(model, layout)}["decoder.layers.2.mlp.experts.down_proj"]
+    assert (place.ranks, place.shard_shape[0]) == ((4, 5, 6, 7), NUM_EXPERTS // 4)
+    assert [place.shard_of(rank) for rank in place.ranks] == [0, 1, 2, 3]
+
+
+def test_experts_in_four_bits_are_read_as_transformers_unpacks_them(tmp_path):
+    make_tiny_checkpoint(tmp_path, "gpt_oss", dtype=torch.bfloat16)
+    pack_experts(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    ).state_dict()
+    with ModelSource.of_model(tmp_path) as source:
+        for name in (name for name in theirs if name.endswith(("gate_up_proj", "down_proj"))):
+            source.require(name, tuple(theirs[name].shape))
+            assert same_bits(source.read(name), theirs[name])
+            assert same_bits(source.read(name, index=(slice(2, 4),)), theirs[name][2:4])
+            with pytest.raises(ConfigError, match=r"in MXFP4, not \(8, 1, 1\)"):
+                source.require(name, (8, 1, 1))
 
 
 def test_owners_follow_the_rank_order_tensor_context_data_pipeline(tmp_path):
@@ -339,7 +363,7 @@ def _gathered_state(parameters, model, layout):
             )
             size, number = place.shard_elements, group.rank()
             cuts = [size * (cut * cut) // group.size() ** 2 for cut in range(group.size() + 1)]
-            shard = place.shard_of(parallel_state.get_tensor_model_parallel_rank())
+            shard = place.shard_of(dist.get_rank())
             mine[place.name] = OwnedRange(place.name, shard, dist.get_rank(), cuts[number], cuts[number + 1])
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, list(mine.values()))
@@ -380,6 +404,9 @@ def test_two_ranks_load_and_export_interleaved_stages_and_experts_bit_for_bit(tm
         make_case(tmp_path / "2", "qwen3_moe", False, bf16, expert_parallel=2),
         make_case(tmp_path / "3", "qwen3_moe", True, fp32, expert_parallel=2, **wide),
         make_case(tmp_path / "4", "qwen3_moe", False, fp32, **wide),
+        make_case(tmp_path / "5", "gpt_oss", False, bf16, expert_parallel=2),
+        make_case(tmp_path / "6", "gpt_oss", False, bf16, **wide),
+        make_case(tmp_path / "7", "olmo3", False, bf16, **wide),
     ]
     results = run_ranks(2, rank_results, tmp_path, cases, timeout_s=TIMEOUT_S)
     for number, case in enumerate(cases):
