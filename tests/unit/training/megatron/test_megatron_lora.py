@@ -187,6 +187,25 @@ def test_experts_train_their_adapters_alike_wherever_their_tokens_are(two_ranks,
         assert (found[1][name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
+@pytest.mark.starts
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gemma3_text", ["attention", "mlp"]),
+        pytest.param("olmo3", ["attention", "mlp"], marks=pytest.mark.long),
+        pytest.param("gpt_oss", ["attention"], marks=pytest.mark.long),
+    ],
+)
+def test_adapters_of_other_families_train_alike_on_tensor_ranks(two_ranks, family, targets, tmp_path):
+    model = make_tiny_checkpoint(tmp_path / "model", family, hidden=32)
+    settings = {"model": model, "lora": {"rank": RANK, "alpha": 6.0, "targets": targets}}
+    (norms, version), _ = two_ranks.run(course, TWO, tmp_path / "a", **settings)
+    found, _ = two_ranks.run(course, TWO, tmp_path / "b", **settings, **SETTINGS["sp"])
+    assert found[0] == pytest.approx(norms, rel=1e-5)
+    for name, tensor in version.items():
+        assert (found[1][name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
 def strides_of_the_first_layer(rank: Rank, *, model: Path, **settings: Any) -> list[tuple[int, ...]]:
     backend: Any = rank.open(model, **settings)
     seen: list[tuple[int, ...]] = []
