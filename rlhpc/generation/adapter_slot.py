@@ -301,6 +301,11 @@ class Mxfp4Loader(DefaultModelLoader):
         """Reads files as vLLM does by default."""
         super().__init__(replace(load_config, load_format="auto"))
 
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Load as vLLM does a model that was never packed, by its configuration, now and at each reload."""
+        del model.config.quantization_config  # None (vllm_start.py); the model asks whether it is there
+        super().load_weights(model, model_config)
+
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor of the checkpoint; blocks and scales of a matrix as one."""
         halves: dict[str, dict[str, Tensor]] = {}

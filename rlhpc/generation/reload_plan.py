@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
@@ -114,6 +115,89 @@ def _takes_stacks(module: Any) -> bool:
         getattr(module, "moe_config", None), "num_experts", None
     )
     return method == "UnquantizedFusedMoEMethod" and not mapped and counts == [wanted, wanted]
+
+
+# ------------------------------------------------------------------------------------------------------- direct copies
+#
+# Load what gpt-oss's loader in vLLM copies into parameters itself: all experts of a layer, their biases, and sinks.
+#
+# During a layerwise reload a parameter has no memory until its layer is complete, and layers are completed by loaders
+# that the reload has wrapped: what is copied past them is lost, without a word, and the layer keeps its old tensors.
+
+
+class DirectCopies:
+    """The parameters of gpt-oss that its own loader does not hand to a loader."""
+
+    def __init__(self, model: Any) -> None:
+        """Of other models there are none."""
+        self._places: dict[str, tuple[Any, str]] = {}  # by names in a version
+        if getattr(getattr(model, "config", None), "model_type", "") == "gpt_oss":
+            for name, module in model.named_modules():
+                layer = name.removesuffix(".routed_experts")
+                if layer.endswith(".experts") and hasattr(module, "w13_bias"):
+                    self._places |= {f"{layer}.{mine}": (module, its) for mine, its in OF_EXPERTS.items()}
+                elif "sinks" in module._parameters:
+                    self._places[f"{name.replace('.attn', '.self_attn')}.sinks"] = module, "sinks"
+
+    def taken_from(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield other tensors, loading these on the way.  Raises GroupFailed if some of them are missing at the end."""
+        missing = set(self._places)
+        for name, tensor in weights:
+            if name in self._places:
+                missing.discard(name)
+                self._load(*self._places[name], tensor)
+            else:
+                yield name, tensor
+        if missing:
+            raise GroupFailed(f"{min(missing)} is missing, and {len(missing) - 1} more")
+
+    def _load(self, module: Any, name: str, tensor: Tensor) -> None:
+        parameter = getattr(module, name)
+        parameter.weight_loader = _copy
+        parameter.weight_loader = layerwise.make_online_process_loader(module, name)
+        part = part_of_rank(name, tensor, parameter.shape, get_tensor_model_parallel_rank())
+        parameter.weight_loader(parameter, part)
+
+
+def with_corrections(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a version and the corrections of routers that it does not have: they are not trained (DeepSeek V3, GLM).
+
+    A reload would complete a router without its correction, from memory that nobody has written to.  Copied when this
+    is called, before layers are taken apart.
+    """
+    ends = ".e_score_correction_bias"
+    kept = {name: each.detach().clone() for name, each in model.named_parameters() if name.endswith(ends)}
+
+    def both() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            kept.pop(name, None)
+            yield name, tensor
+        yield from kept.items()
+
+    return both()
+
+
+OF_EXPERTS = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+
+
+def _copy(param: Tensor, loaded_weight: Tensor) -> None:
+    """A loader, whose arguments the reload knows by these names."""
+    param.data.copy_(loaded_weight)
+
+
+def part_of_rank(name: str, tensor: Tensor, shape: Sequence[int], rank: int) -> Tensor:
+    """What a tensor-parallel rank holds of a tensor of the version, in vLLM's form; shape: of its parameter."""
+    if name == "w2_bias":  # added once
+        return tensor if rank == 0 else torch.zeros_like(tensor)
+    if name.endswith("_weight"):  # [experts, in, out] → [experts, out, in]
+        tensor = tensor.transpose(1, 2)
+    axis = next((axis for axis, size in enumerate(shape) if size != tensor.shape[axis]), 0)
+    return tensor if tensor.shape == shape else tensor.narrow(axis, rank * shape[axis], shape[axis])
 
 
 # --------------------------------------------------------------------------------------------------------- reload trace
@@ -547,9 +631,11 @@ class WeightReload:
         model = self._model
         with self._loading(), torch.device(self._device):
             try:
-                stacks = ExpertStacks(model, self._device)  # looks at layers, so before they are taken apart
+                # They look at layers, so before these are taken apart.
+                stacks, direct = ExpertStacks(model, self._device), DirectCopies(model)
+                whole = with_corrections(model, weights)
                 initialize_layerwise_reload(model)
-                model.load_weights(stacks.taken_from(iter(weights)))
+                model.load_weights(stacks.taken_from(direct.taken_from(whole)))
             except BaseException:  # nothing is survived; unfinished layers are restored first
                 put_back(model, self._model_config)
                 raise

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from torch import Tensor
 
 from rlhpc.algorithms.packing import FlopCost, pack
@@ -40,19 +41,20 @@ from rlhpc.weights.factory import make_publisher
 from tests.contracts.trainer_cluster import ClusterPool, Rank, TrainerCluster
 from tests.contracts.trainer_layouts import LAYOUTS, packed
 from tests.contracts.trainer_scenarios import look, train
-from tests.tiny_models import make_tiny_checkpoint
+from tests.tiny_models import OTHERS, make_tiny_checkpoint, pack_experts
 from tests.unit.training.packed_rows import draw_samples
 
 TOLERANCE_NATS = 1e-4
 TEMPERATURE = 0.8
 LONG = pytest.mark.long
-FAMILIES = ("qwen2", pytest.param("llama", marks=LONG), pytest.param("qwen3_moe", marks=LONG))
+MXFP4 = "gpt_oss in MXFP4"
+FAMILIES = ("qwen2", *(pytest.param(family, marks=LONG) for family in ("llama", "qwen3_moe", *OTHERS, MXFP4)))
 # (family, layout): what each layout does to names and shapes is in the contract's tests; here is what an engine adds.
 STREAMS = [
     ("qwen2", "megatron-tp2"),
     pytest.param("qwen2", "megatron-pp2", marks=LONG),
     pytest.param("qwen2", "deepspeed-zero3", marks=LONG),
-    pytest.param("qwen3_moe", "reference-dp1", marks=LONG),
+    *(pytest.param(family, "reference-dp1", marks=LONG) for family in ("qwen3_moe", *OTHERS, MXFP4)),
     pytest.param("qwen3_moe", "megatron-ep2", marks=LONG),
 ]
 
@@ -132,8 +134,11 @@ class Running:
 async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     from rlhpc.generation.factory import start_engine
 
-    scratch = tmp_path_factory.mktemp(request.param)
-    checkpoint = make_tiny_checkpoint(scratch / "model", family=request.param)
+    scratch = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    if request.param == MXFP4:
+        checkpoint = pack_experts(make_tiny_checkpoint(scratch / "model", "gpt_oss", dtype=torch.bfloat16))
+    else:
+        checkpoint = make_tiny_checkpoint(scratch / "model", family=request.param)
     engine = await start_engine(_config(scratch, checkpoint), seed=3)
     yield Running(engine, checkpoint, scratch)
     await engine.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhpc.generation.reload_plan import Copied, Cut, ExpertStacks, LoadTrace, NoPlan
+from rlhpc.generation.reload_plan import Copied, Cut, ExpertStacks, LoadTrace, NoPlan, part_of_rank, with_corrections
 from rlhpc.protocol.errors import GroupFailed
 
 # ---------------------------------------------------------------------------------------------------- loaders, observed
@@ -214,3 +214,39 @@ def test_an_expert_that_does_not_come_is_named() -> None:
     stacks = ExpertStacks(model_with(Experts(UnquantizedFusedMoEMethod()), "experts"), CPU)
     with pytest.raises(GroupFailed, match=r"up_proj of experts \[2\] are missing"):
         names(stacks.taken_from(iter(given)))
+
+
+# ------------------------------------------------------------------------------------------------------- direct copies
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_gets_its_neurons_of_experts_whose_gate_and_up_take_turns_and_its_heads_of_sinks(num_ranks: int) -> None:
+    gate_up, down = torch.rand(NUM_EXPERTS, HIDDEN, 8), torch.rand(NUM_EXPERTS, 4, HIDDEN)
+    biases, of_down, sinks = torch.rand(NUM_EXPERTS, 8), torch.rand(NUM_EXPERTS, HIDDEN), torch.rand(4)
+    tokens, output = torch.rand(NUM_EXPERTS, 3, HIDDEN), torch.zeros(NUM_EXPERTS, 3, HIDDEN)
+    width = 4 // num_ranks
+    for rank in range(num_ranks):
+        w13 = part_of_rank("w13_weight", gate_up, (NUM_EXPERTS, 2 * width, HIDDEN), rank)
+        w2 = part_of_rank("w2_weight", down, (NUM_EXPERTS, HIDDEN, width), rank)
+        b13 = part_of_rank("w13_bias", biases, (NUM_EXPERTS, 2 * width), rank)
+        b2 = part_of_rank("w2_bias", of_down, (NUM_EXPERTS, HIDDEN), rank)
+        inner = tokens @ w13.mT + b13[:, None]
+        output += (inner[..., ::2] * inner[..., 1::2]) @ w2.mT + b2[:, None]
+        heads = 4 // num_ranks
+        assert torch.equal(part_of_rank("sinks", sinks, (heads,), rank), sinks[rank * heads :][:heads])
+    inner = tokens @ gate_up + biases[:, None]
+    torch.testing.assert_close(output, (inner[..., ::2] * inner[..., 1::2]) @ down + of_down[:, None])
+
+
+def test_a_version_is_completed_by_the_corrections_that_the_model_had_unless_it_has_its_own() -> None:
+    model, name = nn.Module(), "gate.e_score_correction_bias"
+    model.gate = nn.Module()
+    model.gate.weight, model.gate.e_score_correction_bias = (nn.Parameter(torch.rand(3)) for _ in range(2))
+    had = model.gate.e_score_correction_bias.detach().clone()
+    version = with_corrections(model, [("gate.weight", torch.ones(3))])
+    model.gate.e_score_correction_bias.data.fill_(torch.nan)  # as in a layer that was taken apart
+    found = dict(version)
+    assert torch.equal(found[name], had)
+    assert torch.equal(found["gate.weight"], torch.ones(3))
+    own = torch.full((3,), 7.0)
+    assert [(each, tensor) for each, tensor in with_corrections(model, [(name, own)])] == [(name, own)]
