@@ -36,6 +36,7 @@ from rlhpc.models.adapter import (
     refuse_idle_stages,
     refuse_merged_tied_head,
     refuse_other_adapter,
+    refuse_packed_base,
     refuse_unserved_adapters,
 )
 from rlhpc.models.routes import MixtureForm
@@ -247,6 +248,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     _refuse_unfit_engine(config, model, shape)
     if config.algorithm.routing_replay:
         MixtureForm.of_replayed(config.model.path)
+    refuse_packed_base(config, model)
     if shape is not None and config.lora.rank:
         _refuse_unfit_adapters(config, model, shape)
     refuse_unfit_services(config)

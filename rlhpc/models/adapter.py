@@ -19,7 +19,7 @@ from rlhpc.base.near_names import near_hint
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.models.shape import EMBEDDING, HEAD, INNER, num_experts
-from rlhpc.models.weights import NotSafetensors, StoredTensor, object_in, read_header, weight_files
+from rlhpc.models.weights import NotSafetensors, StoredTensor, is_mxfp4, object_in, read_header, weight_files
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 
@@ -121,6 +121,15 @@ def refuse_merged_tied_head(config: Config, layers: Collection[str], *, is_tied:
         raise ConfigError(
             f"weights.form='merged' with lora.targets={list(config.lora.targets)}: the head of this model is its "
             "embedding, which has no adapter; legal: weights.form='adapter', or other lora.targets"
+        )
+
+
+def refuse_packed_base(config: Config, model: Mapping[str, Any]) -> None:
+    """Raise ConfigError for adapters of a checkpoint in MXFP4; model: its config.json."""
+    if config.lora.rank and is_mxfp4(model):
+        raise ConfigError(
+            f"lora.rank={config.lora.rank} with model.path={config.model.path}, whose experts are in MXFP4: an export "
+            "would add adapters to packed numbers; legal: this model in bfloat16, or lora.rank=0"
         )
 
 

@@ -44,8 +44,9 @@ from rlhpc.models.adapter import (
     record_of,
     refuse_merged_tied_head,
     refuse_other_adapter,
+    refuse_packed_base,
 )
-from rlhpc.models.weights import is_mxfp4, object_in
+from rlhpc.models.weights import object_in
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import AdapterForm, TensorSpec
 from rlhpc.training.backends import HeldParameters, merged
@@ -287,11 +288,7 @@ def load_policy(config: Config, device: torch.device, *, has_value_head: bool = 
     """
     if not config.lora.rank:
         return load_trained(config, device, has_value_head=has_value_head), None
-    if is_mxfp4(object_in(config.model.path / "config.json")):
-        raise ConfigError(
-            f"lora.rank={config.lora.rank} with model.path={config.model.path}, whose experts are in MXFP4: an "
-            "export would add adapters to packed numbers; legal: this model in bfloat16, or lora.rank=0"
-        )
+    refuse_packed_base(config, object_in(config.model.path / "config.json"))
     dtype = DTYPES[config.model.dtype]
     model = load_trained(config, torch.device("cpu"), has_value_head=has_value_head, dtype=dtype)
     specs = model.tensor_specs()
