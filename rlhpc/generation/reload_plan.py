@@ -129,7 +129,7 @@ class DirectCopies:
     """The parameters of gpt-oss that its own loader does not hand to a loader."""
 
     def __init__(self, model: Any) -> None:
-        """Of other models there are none."""
+        """Finds them; other models have none."""
         self._places: dict[str, tuple[Any, str]] = {}  # by names in a version
         if getattr(getattr(model, "config", None), "model_type", "") == "gpt_oss":
             for name, module in model.named_modules():
