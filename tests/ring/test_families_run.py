@@ -11,7 +11,7 @@ from rlhpc.training.checkpoint_directory import latest_complete
 from tests.ring.ring_rewards import GATE, GATE_AFTER, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Run, make_lab, scalars
-from tests.tiny_models import OTHERS
+from tests.tiny_models import SERVED
 
 pytestmark = [pytest.mark.ring, pytest.mark.vllm, pytest.mark.long]
 NUM_STEPS, KILL_AT, HELD_STEPS = 20, 8, 14  # held: at most so many are done before the kill
@@ -28,7 +28,7 @@ EVERY_TIME = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_5")  # the others are l
         pytest.param(
             family, ("trainer", "generator")[index % 2], marks=() if family in EVERY_TIME else pytest.mark.soak
         )
-        for index, family in enumerate((*OTHERS, *HYBRID))
+        for index, family in enumerate((*SERVED, *HYBRID))
     ],
 )
 def test_twenty_steps_with_a_kill_in_the_middle_are_trained_once_each_and_the_audit_is_clean(

@@ -41,20 +41,20 @@ from rlhpc.weights.factory import make_publisher
 from tests.contracts.trainer_cluster import ClusterPool, Rank, TrainerCluster
 from tests.contracts.trainer_layouts import LAYOUTS, packed
 from tests.contracts.trainer_scenarios import look, train
-from tests.tiny_models import OTHERS, make_tiny_checkpoint, pack_experts
+from tests.tiny_models import SERVED, make_tiny_checkpoint, pack_experts
 from tests.unit.training.packed_rows import draw_samples
 
 TOLERANCE_NATS = 1e-4
 TEMPERATURE = 0.8
 LONG = pytest.mark.long
 MXFP4 = "gpt_oss in MXFP4"
-FAMILIES = ("qwen2", *(pytest.param(family, marks=LONG) for family in ("llama", "qwen3_moe", *OTHERS, MXFP4)))
+FAMILIES = ("qwen2", *(pytest.param(family, marks=LONG) for family in ("llama", "qwen3_moe", *SERVED, MXFP4)))
 # (family, layout): what each layout does to names and shapes is in the contract's tests; here is what an engine adds.
 STREAMS = [
     ("qwen2", "megatron-tp2"),
     pytest.param("qwen2", "megatron-pp2", marks=LONG),
     pytest.param("qwen2", "deepspeed-zero3", marks=LONG),
-    *(pytest.param(family, "reference-dp1", marks=LONG) for family in ("qwen3_moe", *OTHERS, MXFP4)),
+    *(pytest.param(family, "reference-dp1", marks=LONG) for family in ("qwen3_moe", *SERVED, MXFP4)),
     pytest.param("qwen3_moe", "megatron-ep2", marks=LONG),
 ]
 
