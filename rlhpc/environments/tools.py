@@ -423,7 +423,7 @@ def _types_in(schema: Any, root: Schema, depth: int) -> frozenset[str]:
 
 
 def _inside(value: Any, path: Sequence[str]) -> Any:
-    """What lies at a path in nested objects; None: nothing."""
+    """The value at a path in nested objects; None: nothing."""
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

@@ -191,7 +191,7 @@ def _copy(param: Tensor, loaded_weight: Tensor) -> None:
 
 
 def part_of_rank(name: str, tensor: Tensor, shape: Sequence[int], rank: int) -> Tensor:
-    """What a tensor-parallel rank holds of a tensor of the version, in vLLM's form; shape: of its parameter."""
+    """The part of a version's tensor that a tensor-parallel rank holds, in vLLM's form; shape: of its parameter."""
     if name == "w2_bias":  # added once
         return tensor if rank == 0 else torch.zeros_like(tensor)
     if name.endswith("_weight"):  # [experts, in, out] → [experts, out, in]

@@ -162,7 +162,7 @@ def packed_attention(
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer makes its scores."""
+    """The form of a layer's scores."""
 
     scaling: float | None  # of the products; None: 1 / √D
     window: int | None = None
