@@ -35,8 +35,8 @@ $(VENV)/.complete: requirements/cpu.txt pyproject.toml
 	@touch $@
 	@echo "setup       done: source $(BIN)/activate"
 
-demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
-	$(KEEPS_COMPILED) $(BIN)/rlhpc demo
+demo: setup  ## teach a tiny model arithmetic by RL, through all real processes; ENGINE=transformers: without vLLM
+	$(KEEPS_COMPILED) $(BIN)/rlhpc demo $(if $(ENGINE),generation.engine=$(ENGINE))
 
 demo-stages: setup  ## fine-tuning, then RL with a rule, a reward model and a judge, then evaluation: one run file
 	$(KEEPS_COMPILED) $(BIN)/rlhpc demo --run-file configs/demo_stages.toml

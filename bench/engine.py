@@ -2,13 +2,15 @@
 
     python -m bench.engine MODEL [--requests 512] [--prompt 64] [--tokens 256] [--max-num-seqs 256] [--repeats 3]
                            [--dtype bfloat16] [--kv-cache-gib 8] [--eager] [--updates 5] [--rank 32]
+                           [--transformers]
 
 MODEL: an HF checkpoint directory; without one, a random model is made, of Qwen3-0.6B's sizes or of --random.  Both ways
 ask the same engine for the same requests in the same process, turn about.  "direct" is AsyncLLM.generate by hand, all
 requests at once; "ours" goes through VllmEngine, which keeps every token's version.  Nobody stops early.  Prints
 generated tokens/s (median and range) and the ratio; then tokens/s while weights arrive one version after the other from
 this process (by CUDA IPC, on CPU by gloo), and how long a version takes to arrive and stops sampling for, in seconds
-and in decoding steps of as many requests.  With --rank versions are LoRA adapters of attention and MLP.
+and in decoding steps of as many requests.  With --rank versions are LoRA adapters of attention and MLP.  With --transformers
+the engine of transformers answers the same requests, too, in its turn.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from transformers import AutoModelForCausalLM
 
 from bench.figures import tell
 from bench.trainer import MODELS, make_model
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import Config, with_values
 from rlhpc.config.tables import WeightsConfig
+from rlhpc.generation.engine import Engine
 from rlhpc.generation.running_core import CoreRequest
+from rlhpc.generation.transformers_engine import TransformersEngine
 from rlhpc.generation.vllm_core import CoreProcesses, params_of
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import adapter_specs, base_digest, chosen_layers, matrices_of
@@ -76,11 +80,11 @@ def draw_requests(options: argparse.Namespace, serial: Iterator[int], vocabulary
     return drawn
 
 
-async def ours(engine: VllmEngine, requests: list[RolloutRequest]) -> int:
+async def ours(engine: Engine, requests: list[RolloutRequest]) -> int:
     return sum(len(rollout.token_ids) for rollout in await asyncio.gather(*map(engine.generate, requests)))
 
 
-async def direct(engine: VllmEngine, requests: list[RolloutRequest]) -> int:
+async def direct(engine: Engine, requests: list[RolloutRequest]) -> int:
     async def one(request: RolloutRequest) -> int:
         tokens, name, core = request.prompt.token_ids.tolist(), f"direct-{request.group_id}", engine._core
         asked = CoreRequest(name, tokens, "direct", request.sampling.max_tokens, request.sampling.temperature)
@@ -118,11 +122,11 @@ class Trainer:
         settings = WeightsConfig(transport=self._transport, timeout_s=TIMEOUT_S)
         self._publisher = make_publisher(settings, directory=directory, device=self._device)
 
-    async def join(self, engine: VllmEngine) -> None:
+    async def join(self, engine: Engine) -> None:
         group = self._publisher.open(WeightGroup(1, self._transport, "", ("generator-0",), (1,)))
         await asyncio.gather(engine.join_weights(group, "generator-0"), asyncio.to_thread(self._publisher.form))
 
-    async def update(self, engine: VllmEngine, version: int) -> WeightTiming:
+    async def update(self, engine: Engine, version: int) -> WeightTiming:
         specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._weights]
         manifest = make_manifest(version, 1, specs, BUCKET_BYTES, self._form)
         timing, _ = await asyncio.gather(
@@ -142,7 +146,11 @@ async def measure(model: Path, options: argparse.Namespace, scratch: Path) -> No
     vocabulary = engine._core.limits.vocabulary
     print(f"engine up in {time.monotonic() - began:.0f} s, window {engine.capacity_samples} samples", flush=True)
     serial = iter(range(1 << 30))
-    ways: dict[str, Callable[[VllmEngine, list[RolloutRequest]], Any]] = {"direct": direct, "ours": ours}
+    ways: dict[str, Callable[[Engine, list[RolloutRequest]], Any]] = {"direct": direct, "ours": ours}
+    other: Engine | None = None
+    if options.transformers:
+        other = await TransformersEngine.start(with_values(config, {"generation.engine": "transformers"}), seed=0)
+        ways["transformers"] = lambda _, requests: ours(other, requests)
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 + options.repeats):  # the first warms up
         for name, way in ways.items():
@@ -151,6 +159,9 @@ async def measure(model: Path, options: argparse.Namespace, scratch: Path) -> No
     for name, found in rates.items():
         print(f"{name:<13} {medians[name]:10,.0f} tokens/s   {min(found[1:]):,.0f} to {max(found[1:]):,.0f}")
     print(f"ours / direct {medians['ours'] / medians['direct']:.3f}", flush=True)
+    if other is not None:
+        print(f"transformers / ours {medians['transformers'] / medians['ours']:.3f}", flush=True)
+        await other.close()
     tell("engine tokens/s", medians["ours"])
     tell("engine over vLLM alone", medians["ours"] / medians["direct"])
     trainer = Trainer(model, config, scratch / "weights")
@@ -163,7 +174,7 @@ async def measure(model: Path, options: argparse.Namespace, scratch: Path) -> No
 
 
 async def with_updates(
-    engine: VllmEngine, trainer: Trainer, options: argparse.Namespace, requests: list[RolloutRequest], alone: float
+    engine: Engine, trainer: Trainer, options: argparse.Namespace, requests: list[RolloutRequest], alone: float
 ) -> None:
     await trainer.join(engine)
     await trainer.update(engine, 0)  # the first makes buffers
@@ -197,6 +208,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of one prompt")
     parser.add_argument("--tokens", type=int, default=256, help="of one completion")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--transformers", action="store_true", help="also the engine of transformers")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--kv-cache-gib", type=float, default=8.0)

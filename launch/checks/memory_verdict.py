@@ -595,7 +595,7 @@ def describe_engine(need: EngineMemory) -> str:
 
 def judge_memory(config: Config, model: Mapping[str, Any], shape: ModelShape, site: Site, source: Path) -> str:
     """Lines with spare memory, or the GPU of unknown size.  Raises ConfigError if trainer or engine cannot fit."""
-    said, has_engine = list[str](), config.generation.engine == "vllm"
+    said, has_engine = list[str](), config.generation.has_model
     limit, engine_gib = site.trainer.memory_gib, site.generation.memory_gib
     if has_engine and engine_gib is not None:
         gpu = f"{_gpu_of('generation', site.generation)} ({engine_gib:g} GiB) in {source}"

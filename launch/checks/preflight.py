@@ -520,8 +520,8 @@ def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> Mod
 
 
 def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelShape | None) -> None:
-    """Raise ConfigError for settings that vLLM would refuse after loading."""
-    if config.generation.engine != "vllm":
+    """Raise ConfigError for settings that the engine would refuse after loading."""
+    if not config.generation.has_model:
         return
     refuse_unfit_ranks(config, model, shape)
     if shape is not None:
@@ -577,7 +577,9 @@ def require_parts(config: Config) -> None:
 
 def _engine_is_installed(config: Config) -> None:
     if config.generation.engine == "vllm":
-        _require([("vllm", "generation.engine='vllm'", "extra 'cpu' or 'gpu'")])
+        _require([("vllm", "generation.engine='vllm'", "extra 'cpu' or 'gpu', or engine='transformers'")])
+    elif config.generation.engine == "transformers":
+        _require([("transformers", "generation.engine='transformers'", "extra 'trainer'")])
     environments = {dataset.environment for dataset in config.data}
     if AGENT in environments:
         _require([("aiohttp", "data.environment='agent'", "extra 'agents'")])

@@ -65,7 +65,7 @@ def _refuse_unfit(config: Config, service: ServiceConfig, key: str) -> None:
     refuse_other_vocabulary(model, place, tokenizer.num_words, ())
     if service.kind == "judge":
         tokenizer.chat_template.render([{"role": "user", "content": "Q"}])  # raises ConfigError: there is none
-    if config.generation.engine == "vllm":
+    if config.generation.has_model:
         _refuse_unfit_engine(config, service, model, key)
 
 
@@ -179,7 +179,7 @@ def service_memory_lines(
     gpus, memory_gib: the GPUs of each process on this machine, and their sizes; used without a site.
     """
     plan = plan_services(config)
-    if not plan or config.generation.engine != "vllm":
+    if not plan or not config.generation.has_model:
         return
     for need in plan:
         replicas = counted(need.service.replicas, "replica")

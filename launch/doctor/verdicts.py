@@ -220,6 +220,8 @@ def _needed(component: str, config: Config | None) -> list[str]:
         return ["torch", *([backend] if backend != "reference" else [])]
     if _has_engine(component) and (config is None or config.generation.engine == "vllm"):
         return ["torch", "vllm"]
+    if _has_engine(component) and config is not None and config.generation.has_model:
+        return ["torch", "transformers"]
     return []
 
 

@@ -337,8 +337,8 @@ def _refuse_other_words(words: Sequence[str]) -> None:
 
 def _why_merged(config: Config, *, has_gpus: bool) -> str:
     """Reason why an engine cannot hold the adapters of these settings; "" if it can.  Raises OSError."""
-    if config.generation.engine != "vllm":
-        return f"generation.engine={config.generation.engine!r}: holds no adapters; legal: 'vllm'"
+    if not config.generation.has_model:
+        return f"generation.engine={config.generation.engine!r}: holds no adapters; legal: 'vllm', 'transformers'"
     try:
         model, device = config.model.path, "cuda" if has_gpus else "cpu"
         layers = chosen_layers(config.lora, stored_matrices(model))

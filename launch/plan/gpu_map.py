@@ -76,13 +76,13 @@ def generation_shape(config: Config, section: GpuConfig) -> Shape:
     generation = config.generation
     keys = _EngineKeys("generation.num_replicas", "generation.tensor_parallel", "generation")
     sizes = generation.num_replicas, generation.tensor_parallel
-    return _engine_shape(keys, *sizes, section, has_gpus=generation.engine == "vllm")
+    return _engine_shape(keys, *sizes, section, has_gpus=generation.has_model)
 
 
 def service_shape(config: Config, service: ServiceConfig, section: GpuConfig, name: str) -> Shape:
     """One replica per task, as generators.  name: of the section.  Raises ConfigError: replicas do not fill nodes."""
     keys = _EngineKeys(f"[[service]] {service.name}: replicas", f"[[service]] {service.name}: tensor_parallel", name)
-    has_gpus = config.generation.engine == "vllm"
+    has_gpus = config.generation.has_model
     return _engine_shape(keys, service.replicas, service.tensor_parallel, section, has_gpus=has_gpus)
 
 
@@ -221,7 +221,7 @@ def _in_turn(role: str, sizes: list[int], words: tuple[str, ...]) -> dict[str, t
 
 def _of_evaluation(config: Config, left: tuple[str, ...], gpus: VisibleGpus) -> dict[str, tuple[str, ...]]:
     """Assign separate GPUs to the engines of [[evaluation]], so that training is not slowed down."""
-    each = config.generation.tensor_parallel if config.generation.engine == "vllm" else 0
+    each = config.generation.tensor_parallel if config.generation.has_model else 0
     wanted = max((table.num_replicas for table in config.evaluation), default=0) * each
     if wanted > len(left):
         raise ConfigError(
@@ -243,7 +243,7 @@ def _wanted(config: Config) -> tuple[int, list[int], list[int]]:
     """GPUs of the trainer, of each generator that uses one, and of each process of a service."""
     ranks = config.trainer.num_ranks if config.trainer.device != "cpu" else 0
     generation = config.generation
-    if generation.engine != "vllm":
+    if not generation.has_model:
         return ranks, [], []
     served = [each.tensor_parallel for each in config.started_services for _ in range(each.replicas)]
     return ranks, [generation.tensor_parallel] * generation.num_replicas, served

@@ -91,9 +91,10 @@ NOTHING_SAMPLED = "nothing is being sampled when weights are updated"
 class GenerationConfig(Section):
     """[generation]: sampling and engines."""
 
-    engine: Literal["vllm", "scripted", "none"] = "vllm"
-    """"scripted" draws tokens from a seeded table instead of a model; for tests of everything else. "none", of
-    supervised fine-tuning, samples nothing."""
+    engine: Literal["vllm", "transformers", "scripted", "none"] = "vllm"
+    """"transformers": continuous batching by torch and transformers alone, where there is no vLLM (docs/install.md).
+    "scripted" draws tokens from a seeded table instead of a model; for tests of everything else. "none", of supervised
+    fine-tuning, samples nothing."""
     num_replicas: Annotated[Positive, Usual(1, 4096, PROCESSES)] = 1
     """Generators started with the run."""
     tensor_parallel: Annotated[Positive, Usual(1, 64, GPUS)] = 1
@@ -141,6 +142,11 @@ class GenerationConfig(Section):
     as good."""
 
     @property
+    def has_model(self) -> bool:
+        """Whether the engine samples from a model."""
+        return self.engine in ("vllm", "transformers")
+
+    @property
     def max_tokens(self) -> int:
         """Limit on the tokens of a prompt with its completion."""
         return self.max_prompt_tokens + self.max_completion_tokens
@@ -149,8 +155,29 @@ class GenerationConfig(Section):
     def a_run_that_samples_has_an_engine(self, config: Config, key: Keys) -> Faults:
         """`engine` = `"none"`: where `run.stage` is `"sft"`, and there alone."""
         if (self.engine == "none") != config.is_supervised:
-            legal = "'none'" if config.is_supervised else "'vllm', 'scripted'"
+            legal = "'none'" if config.is_supervised else "'vllm', 'transformers', 'scripted'"
             yield f"{key.engine} with {key.run.stage}; legal: {legal}"
+
+    @rule
+    def transformers_has_one_worker(self, config: Config, key: Keys) -> Faults:
+        """`engine` = `"transformers"`: one GPU a replica or service, no reward models, no `run.deterministic`, no
+        `weights.staging` = `"paused"`.
+        """
+        if self.engine != "transformers":
+            return
+        if self.tensor_parallel > 1:
+            yield f"{key.engine} with {key.tensor_parallel}; legal: tensor_parallel=1, or engine='vllm'"
+        if config.run.deterministic:
+            yield (
+                f"{key.engine} with {key.run.deterministic}: its log-probabilities depend on the others of a batch by "
+                "rounding; legal: engine='vllm'"
+            )
+        if config.weights.staging == "paused":
+            yield f"{key.engine} with {key.weights.staging}; legal: staging='auto', or engine='vllm'"
+        for service in config.started_services:
+            if service.tensor_parallel > 1 or service.kind == "reward":
+                what = f"kind={service.kind!r}" if service.kind == "reward" else "tensor_parallel > 1"
+                yield f"{key.engine} with [[service]] {service.name!r}: {what}; legal: engine='vllm', or its url"
 
     @rule
     def an_engine_step_holds_every_sequence(self, config: Config, key: Keys) -> Faults:

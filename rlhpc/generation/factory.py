@@ -40,7 +40,7 @@ async def start_engine(
     """Start one replica's engine; it is ready to sample.
 
     seed: differs between replicas, for draws that (run, group, sample) do not determine.  make_decode: returns the
-    decoder; called if the run has stop strings, or requests may have any.  num_adapters: how many vLLM holds at once.
+    decoder; called if the run has stop strings, or requests may have any.  num_adapters: how many it holds at once.
     Raises EngineError and leaves no process behind.
     """
     decode = make_decode() if config.generation.stop or any_stop else no_text
@@ -56,6 +56,10 @@ async def start_engine(
         )
     # As above.
     with loading_libraries():
+        if config.generation.engine == "transformers":
+            from rlhpc.generation.transformers_engine import TransformersEngine
+
+            return await TransformersEngine.start(config, seed=seed, decode=decode, num_adapters=num_adapters)
         from rlhpc.generation.vllm_engine import VllmEngine
 
     return await VllmEngine.start(config, seed=seed, decode=decode, num_adapters=num_adapters)

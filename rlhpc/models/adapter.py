@@ -150,11 +150,18 @@ def sends_adapters(config: Config) -> bool:
 def refuse_unserved_adapters(
     config: Config, layers: Collection[str], model: Mapping[str, Any], *, device: str = ""
 ) -> None:
-    """Raise ConfigError, with a remedy, if versions are adapters that vLLM cannot hold (0.26 to 0.32, by its source).
+    """Raise ConfigError, with a remedy, if versions are adapters that the engine cannot hold (vLLM 0.26 to 0.32).
 
     model: its config.json.  device: "cpu" or "cuda", of the engine; "": not known.
     """
-    if not sends_adapters(config) or config.generation.engine != "vllm":
+    if not sends_adapters(config) or not config.generation.has_model:
+        return
+    if config.generation.engine == "transformers":
+        if together := sorted(of for name in layers if (of := projection_of(name))):
+            raise ConfigError(
+                f"weights.form='adapter' with generation.engine='transformers': transformers has no layer of its own "
+                f"for {together[0]}, whose experts are one tensor; legal: weights.form='merged'"
+            )
         return
     vocabulary, dtype, targets = model.get("vocab_size", 0), config.model.dtype, list(config.lora.targets)
     if config.lora.rank > ENGINE_RANKS[-1]:

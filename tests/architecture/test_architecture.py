@@ -40,7 +40,7 @@ DOORS = {
     "bm25s": {"rlhpc/environments"},
     "jsonschema": {"rlhpc/rewards"},
     "reasoning_gym": {"rlhpc/data", "rlhpc/rewards"},
-    "transformers": {"rlhpc/training", "launch/demo"},
+    "transformers": {"rlhpc/training", "rlhpc/generation", "launch/demo"},
     "safetensors": {"rlhpc/training", "rlhpc/weights"},
     "torch": {
         "rlhpc/training",

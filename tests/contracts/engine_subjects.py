@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM
 from rlhpc.buffer.prefixes import id_checksum
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import WeightsConfig
+from rlhpc.generation.engine import Engine
 from rlhpc.generation.running_core import CoreThread
+from rlhpc.generation.transformers_engine import TransformersEngine
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import A, B, adapter_specs, base_digest, chosen_layers, matrices_of
 from rlhpc.models.shape import EMBEDDING, HEAD
@@ -193,7 +195,9 @@ class ScriptedSubject(Subject):
         return np.tile(self.engine.logprob_table(version), (len(row) - 1, 1))
 
 
-class VllmSubject(Subject):
+class EngineSubject(Subject):
+    """A real engine and a tiny model."""
+
     config: Config
 
     def __init__(self, publisher: WeightPublisher, transport: str, model: Path, device: str) -> None:
@@ -202,11 +206,7 @@ class VllmSubject(Subject):
         self._reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._base = {name: tensor.detach().clone() for name, tensor in self._reference.named_parameters()}
 
-    @property
-    def worker(self) -> Any:
-        """The engine's worker, if it runs on a thread of this process."""
-        engine: Any = self.engine
-        return engine._core._core.engine_core.model_executor.driver_worker.worker
+    KIND: type[VllmEngine] | type[TransformersEngine]
 
     @classmethod
     async def start(
@@ -225,24 +225,28 @@ class VllmSubject(Subject):
     ) -> Self:
         model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
         forget_end_of_sequence(model)
+        generation.setdefault("engine", "transformers" if issubclass(cls.KIND, TransformersEngine) else "vllm")
         config = tiny_config(model, staging, dtype, lora, **generation)
         weights = WeightsConfig.model_validate({"transport": transport, "timeout_s": config.weights.timeout_s})
         publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)
         subject.config = config
-        subject.engine = await VllmEngine.start(
-            config, seed=0, is_apart=is_apart, decode=decode, num_adapters=num_adapters
-        )
+        if issubclass(subject.KIND, TransformersEngine):
+            subject.engine = await subject.KIND.start(config, seed=0, decode=decode, num_adapters=num_adapters)
+        else:
+            subject.engine = await subject.KIND.start(
+                config, seed=0, is_apart=is_apart, decode=decode, num_adapters=num_adapters
+            )
         subject.loads_arriving = staging == "paused"
         return subject
 
     async def num_tokens(self) -> list[int]:
-        assert isinstance(self.engine, VllmEngine)
+        assert isinstance(self.engine, Engine)
         return sorted((await self.engine._core.counts()).values())
 
     def break_core(self) -> None:
         """Where it runs on a thread of this process: its next step fails."""
-        if isinstance(self.engine, VllmEngine) and isinstance(self.engine._core, CoreThread):
+        if isinstance(self.engine, Engine) and isinstance(self.engine._core, CoreThread):
             self.engine._core._commands.put(_fail)
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
@@ -270,6 +274,20 @@ class VllmSubject(Subject):
             logits = self._reference(tokens[None]).logits[0, len(prompt) - 1 : -1]
             picked = torch.log_softmax(logits, -1).gather(1, tokens[len(prompt) :, None])
         return picked[:, 0].float().numpy()
+
+
+class VllmSubject(EngineSubject):
+    KIND = VllmEngine
+
+    @property
+    def worker(self) -> Any:
+        """The engine's worker, if it runs on a thread of this process."""
+        engine: Any = self.engine
+        return engine._core._core.engine_core.model_executor.driver_worker.worker
+
+
+class TransformersSubject(EngineSubject):
+    KIND = TransformersEngine
 
 
 class AdapterSubject(VllmSubject):
@@ -315,6 +333,10 @@ class AdapterSubject(VllmSubject):
                     self._reference.get_parameter(name).copy_(tensor)
             self._held = version
         return self.reference_logprobs(rollout)
+
+
+class TransformersAdapterSubject(AdapterSubject):
+    KIND = TransformersEngine
 
 
 def _fail() -> None:

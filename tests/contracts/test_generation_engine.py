@@ -27,9 +27,12 @@ from tests.contracts.engine_subjects import (
     LONG_PROMPT,
     MAX_TOKENS,
     AdapterSubject,
+    EngineSubject,
     PublisherDied,
     ScriptedSubject,
     Subject,
+    TransformersAdapterSubject,
+    TransformersSubject,
     VllmSubject,
     decode,
     living_children,
@@ -39,6 +42,12 @@ from tests.contracts.engine_subjects import (
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+SUBJECTS: dict[tuple[bool, bool], type[EngineSubject]] = {
+    (False, False): VllmSubject,
+    (False, True): AdapterSubject,
+    (True, False): TransformersSubject,
+    (True, True): TransformersAdapterSubject,
+}
 STOP = ".€"  # of three tokens, comes about once in 64
 TOLERANCE = 1e-4  # float32, another order of sums
 
@@ -53,6 +62,8 @@ TOLERANCE = 1e-4  # float32, another order of sums
         pytest.param("vllm paused", marks=[pytest.mark.vllm, pytest.mark.long]),
         pytest.param("adapters", marks=pytest.mark.vllm),
         pytest.param("adapters paused", marks=[pytest.mark.vllm, pytest.mark.long]),
+        "transformers",
+        pytest.param("transformers adapters", marks=pytest.mark.long),
     ],
 )
 async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
@@ -63,8 +74,8 @@ async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         made: Subject = ScriptedSubject(make_publisher(config, directory=directory, device="cpu"))
     else:
         staging = "paused" if request.param.endswith("paused") else "auto"
-        holds_adapters = request.param.startswith("adapters")
-        made = await (AdapterSubject if holds_adapters else VllmSubject).start(
+        holds_adapters = "adapters" in request.param
+        made = await SUBJECTS["transformers" in request.param, holds_adapters].start(
             directory,
             family="qwen2",
             tied=True,
@@ -390,7 +401,7 @@ async def test_a_request_that_vllm_adds_only_after_an_update_begins_on_nothing_t
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asked for before, under the old version's name for its prompt; an abort does not find it yet."""
-    if not isinstance(subject, VllmSubject):
+    if not isinstance(subject, EngineSubject):
         pytest.skip("no front end that adds requests later")
     llm, gate = subject.engine._core, asyncio.Event()
     sample, requests = llm.sample, [request_of(50 + index, prompt=LONG_PROMPT) for index in range(4)]
@@ -683,7 +694,7 @@ async def test_rows_are_scored_side_by_side_with_the_most_likely_tokens_in_each_
         assert all(len(set(ids)) == top_k for ids in score.top.token_ids[1:].tolist())
     with pytest.raises(ValueError, match="100000 of "):
         await subject.engine.score(LONG_PROMPT[:9], 100_000)
-    if isinstance(subject, VllmSubject):
+    if isinstance(subject, EngineSubject):
         with pytest.raises(ValueError, match=r"length|long"):  # a caller's mistake, of which the engine does not die
             await subject.engine.generate(request_of(0, prompt=np.full(MAX_TOKENS + 193, 9, np.int32)))
         with pytest.raises(ValueError, match="more than the engine has room for"):
@@ -721,7 +732,7 @@ async def test_a_row_that_was_scored_while_weights_changed_is_of_no_version(subj
 
 async def test_what_an_engine_holds_is_told_by_a_checksum_that_follows_the_weights(subject: Subject) -> None:
     held = [(await subject.update(version)).held for version in (15, 15, 16)]
-    if isinstance(subject, VllmSubject):
+    if isinstance(subject, EngineSubject):
         first, again, other = (each for each in held if each is not None)
         assert first == again
         assert first.value != other.value
@@ -782,7 +793,7 @@ async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(sub
     """Last: the engine does not come back."""
     running = asyncio.create_task(subject.engine.generate(_long(1)))
     await until_sampling(subject, _long(1))
-    if isinstance(subject, VllmSubject):
+    if isinstance(subject, EngineSubject):
         for process in living_children():
             process.kill()
         subject.break_core()
@@ -792,7 +803,7 @@ async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(sub
             await subject.engine.generate(request_of(1))
     await subject.engine.close()
     await subject.engine.close()
-    if not isinstance(subject, VllmSubject):
+    if not isinstance(subject, EngineSubject):
         assert (await running).finish_reason is FinishReason.ABORT
     assert living_children() == []
     with pytest.raises(EngineError):

@@ -241,7 +241,7 @@ def open_canary(config: Config, prompts: PromptSource) -> Canary:
     weights, generation = config.weights, config.generation
     num_tokens = min(MAX_TOKENS, generation.max_tokens - 1)
     wanted = weights.max_canary_logratio
-    if generation.engine != "vllm" or wanted == "off":
+    if not generation.has_model or wanted == "off":
         return Canary(None, every=0, tolerance=np.inf)
     row = canary_row(prompts, num_tokens)
     return Canary(row, every=weights.canary_every, tolerance=wanted or TOLERANCE[config.model.dtype])

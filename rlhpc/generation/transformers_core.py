@@ -1,0 +1,346 @@
+"""Transformers' continuous batching as an engine core: its scheduler and its paged cache, step by step on our thread.
+
+Input: requests and versions.  Output: tokens with their log-probabilities.  Needs torch and transformers, nothing else.
+
+Each step is asked of the library's ContinuousBatchProcessor; the model is called, and tokens are drawn, here.  The
+library's manager has a thread of its own, which tells nobody between which two steps it stands: on our thread a pause
+is exact, and so is each token's version.  Its sampler has one seed for everything; here every request has a stream of
+random numbers, one for each token: a draw depends neither on what runs beside it nor on a cache that was full.
+
+Guarantees.  A request that the cache has no room for any more is begun again with the tokens it has, and none is lost
+or drawn again.  Keys and values of old weights, or of another adapter, are never a new request's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from rlhpc.config.rules import Config
+from rlhpc.generation.cached_attention import CACHED_ATTENTION, StepPlan, buckets_of
+from rlhpc.generation.requests import PromptScores
+from rlhpc.generation.running_core import CoreLimits, CoreRequest, StepOutput, SteppedCore
+from rlhpc.generation.transformers_model import HookedAdapters, Rows, SampledModel
+from rlhpc.generation.weight_updates import WeightUpdateExtension, WholeLoads
+from rlhpc.protocol.errors import EngineError
+
+PAGE_TOKENS = 32  # of the cache
+CPU_KV_CACHE_BYTES = 256 << 20
+BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}  # of a step
+SCORED_TOKENS = 256  # of a row at once: their logits are held in float32, and a copy
+ROOM = 2  # the cache is not larger than so many times what its requests fill; the rest is for prompts seen before
+
+
+class TransformersWorker(WeightUpdateExtension):
+    """The methods that are called of a worker; there is one, in the generator's process."""
+
+    def __init__(self, model: SampledModel, device: torch.device) -> None:
+        """Hold the model of a core."""
+        self.rank, self.device, self._model = 0, device, model
+        self.num_preemptions = 0
+
+    def rlhpc_follow_parent(self, parent_pid: int) -> None:
+        """Start counting: the process is the generator's own."""
+        assert parent_pid == os.getpid()
+        self.num_preemptions = 0
+
+    def rlhpc_hold_adapters(self, rank: int, modules: list[str], base: str, num_adapters: int) -> None:
+        """See WeightUpdateExtension."""
+        self._rlhpc_slot = HookedAdapters(self._model.module, rank, modules, base, num_adapters)
+
+    def rlhpc_num_preemptions(self) -> int:
+        """See WeightUpdateExtension."""
+        return self.num_preemptions
+
+    @property
+    def adapters(self) -> HookedAdapters | None:
+        """Those held, if any."""
+        assert self._rlhpc_slot is None or isinstance(self._rlhpc_slot, HookedAdapters)
+        return self._rlhpc_slot
+
+    def _rlhpc_parameters(self) -> Iterator[Tensor]:
+        parameters: Iterator[Tensor] = self._model.module.parameters()
+        return parameters
+
+    def _rlhpc_whole_loads(self) -> WholeLoads:
+        return self._model
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """What the library does not know of a request that it has."""
+
+    asked: CoreRequest
+    numbers: np.random.Generator
+    is_old: bool = False  # its keys and values are partly of old weights, or not of the newest salt
+
+
+class TransformersSteps(SteppedCore):
+    """A model, the library's scheduler and cache, and the rows that are to be scored."""
+
+    def __init__(self, config: Config, seed: int, device: torch.device, num_adapters: int) -> None:
+        """Load the model and allocate the cache.  Raises EngineError, and errors of the libraries."""
+        generation = config.generation
+        self._device, self._longest = device, generation.max_tokens
+        self._model = SampledModel.of_run(config, device, CACHED_ATTENTION)
+        self.worker = TransformersWorker(self._model, device)
+        self._batch = _processor(self._model.module, config, device, num_adapters)
+        self._seeds = np.random.default_rng(seed)
+        self._drawn: dict[str, _Drawn] = {}
+        self._rows: deque[CoreRequest] = deque()
+        self._salt = ""
+        cache = self._batch.cache
+        if (room := infer_max_single_request_tokens(cache)) < generation.max_tokens:
+            raise EngineError(
+                f"generation.kv_cache_bytes={generation.kv_cache_bytes}: the cache has room for one request of {room} "
+                f"tokens, and a prompt with its completion may have {generation.max_tokens}"
+            )
+        self.limits = CoreLimits(
+            self._longest, self._model.module.get_output_embeddings().weight.shape[0],
+            cache.num_blocks * PAGE_TOKENS, PAGE_TOKENS,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def request_of(self, asked: CoreRequest) -> CoreRequest:
+        """See SteppedCore."""
+        length, vocabulary = len(asked.token_ids), self.limits.vocabulary
+        if not length or length >= self._longest:
+            raise ValueError(f"a prompt of {length} tokens: its length must be from 1 to {self._longest - 1}")
+        if not 0 <= min(asked.token_ids) <= max(asked.token_ids) < vocabulary:
+            raise ValueError(f"a prompt with token {max(asked.token_ids)}; legal: from 0 to {vocabulary - 1}")
+        return asked
+
+    def add(self, request: CoreRequest) -> None:
+        """See SteppedCore."""
+        if request.top_k is not None:
+            self._rows.append(request)
+            return
+        if request.salt != self._salt:
+            self._forget_cached()
+            self._salt = request.salt
+        seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
+        self._drawn[request.request_id] = _Drawn(request, np.random.Generator(np.random.Philox(seed)))
+        self._batch.scheduler.add_waiting_request(
+            RequestState(
+                request_id=request.request_id,
+                initial_tokens=list(request.token_ids),
+                max_new_tokens=min(request.max_tokens, self._longest - len(request.token_ids)),
+                eos_token_id=list(request.stop_token_ids),
+            )
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """See SteppedCore."""
+        for row in self._rows:
+            if row.request_id == request_id:
+                self._rows.remove(row)
+                return True
+        if self._drawn.pop(request_id, None) is None:
+            return False
+        scheduler = self._batch.scheduler
+        scheduler.set_request_cancellation(request_id)
+        scheduler.clear_cancelled_requests()
+        # Set where the cache was full, until a request ends: the library does not count one that is aborted, and would
+        # begin none any more if all that it waits for are.
+        scheduler.block_new_requests = False
+        return True
+
+    def has_requests(self) -> bool:
+        """See SteppedCore."""
+        return bool(self._rows or self._drawn)
+
+    def recompute(self) -> None:
+        """See SteppedCore."""
+        scheduler, begun = self._batch.scheduler, list(self._batch.scheduler.active_requests.values())
+        for state in reversed(begun):  # ahead of those that wait, in their order
+            anew = state.create_equivalent_initial_request()
+            scheduler.finish_request(state.request_id)
+            scheduler.waiting_requests[state.request_id] = anew
+            scheduler.waiting_requests_order.appendleft(state.request_id)
+        self._forget_cached()
+
+    def call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """See SteppedCore."""
+        return [getattr(self.worker, method)(*args)]
+
+    def shutdown(self) -> None:
+        """See SteppedCore."""
+        self.worker.rlhpc_leave()
+        del self._batch, self._model
+
+    # --------------------------------------------------------------------------------------------------- a step
+
+    @torch.no_grad()
+    def step(self) -> tuple[list[StepOutput], bool]:
+        """See SteppedCore.  Rows are scored first, all that there are."""
+        if self._rows:
+            rows, self._rows = self._rows, deque()
+            return [self._scored(row) for row in rows], True
+        num_waiting = len(self._batch.scheduler.waiting_requests)
+        if not self._batch.prepare_next_batch():
+            return [], False
+        # A request that begins leaves the queue; what comes back to it was thrown out of a full cache.
+        ios = self._batch.inputs_and_outputs
+        futures = ios.requests_in_batch
+        self._count_thrown_out(num_waiting)
+        finishing = [future for future in futures if future.has_new_token]
+        tokens, logprobs = self._sample(futures, len(finishing))
+        ios.output_ids[0, : len(finishing)] = tokens.to(ios.output_ids)
+        ios.retrieve_device_outputs()
+        for future in futures:
+            if self._drawn[future.state.request_id].is_old:
+                future.complete_blocks = {}  # never found by a new request
+        self._batch.update_batch()
+        while not self._batch.output_router.output_queue.empty():
+            self._batch.output_router.output_queue.get_nowait()  # its own results, which nobody reads
+        made = zip(finishing, tokens.tolist(), logprobs.tolist(), strict=True)
+        return [self._output(future.state, token, logprob) for future, token, logprob in made], True
+
+    def _count_thrown_out(self, num_waiting: int) -> None:
+        """Count requests that prepare_next_batch() has thrown out; num_waiting: before it."""
+        scheduler = self._batch.scheduler
+        self.worker.num_preemptions += sum(
+            bool(state._true_initial_tokens) and state.request_id in self._drawn
+            for state in list(scheduler.waiting_requests.values())[num_waiting:]
+        )
+
+    def _output(self, state: Any, token: int, logprob: float) -> StepOutput:
+        reason = None
+        if state.status == RequestStatus.FINISHED:
+            asked = self._drawn.pop(state.request_id).asked
+            reason = "stop" if token in asked.stop_token_ids else "length"
+        return StepOutput(state.request_id, [token], [logprob], reason)
+
+    def _sample(self, futures: Sequence[Any], number: int) -> tuple[Tensor, Tensor]:
+        """Draw a token for each request whose prompt has been read; return (int64 [n], float32 [n])."""
+        batch = self._batch.inputs_and_outputs.get_model_kwargs()
+        kept = batch["logits_indices"][:number].long()
+        borders = batch["cu_seq_lens_q"].tolist()
+        num_queries = [end - start for start, end in pairwise(borders)]
+        plan = {}
+        for kind, ends in batch["cu_seq_lens_k"].items():
+            listed = ends.tolist()
+            num_keys = [end - start for start, end in pairwise(listed)]
+            plan[kind] = buckets_of(num_queries, num_keys, self._device)
+        if (adapters := self.worker.adapters) is not None:
+            adapters.rows = self._rows_of(futures, borders, adapters.num_adapters)
+        logits = self._model.module(**batch, logits_to_keep=kept, step=StepPlan(plan)).logits[0].float()
+        asked = [self._drawn[future.state.request_id] for future in futures if future.has_new_token]
+        return draw(logits, asked)
+
+    def _rows_of(self, futures: Sequence[Any], borders: Sequence[int], num_adapters: int) -> list[Rows]:
+        """Tokens and logits of each adapter in this step; [] if there is but one."""
+        if num_adapters == 1:
+            return []
+        tokens, logits, place = dict[int, list[int]](), dict[int, list[int]](), 0
+        for future, start, end in zip(futures, borders, borders[1:], strict=False):
+            number = self._drawn[future.state.request_id].asked.adapter
+            tokens.setdefault(number, []).extend(range(start, end))
+            logits.setdefault(number, []).extend([place] if future.has_new_token else [])
+            place += future.has_new_token
+        index = {number: torch.tensor(own, device=self._device) for number, own in tokens.items()}
+        return [
+            Rows(number, own, torch.tensor(logits[number], device=self._device, dtype=torch.long))
+            for number, own in index.items()
+        ]
+
+    def _scored(self, row: CoreRequest) -> StepOutput:
+        """Score a row, a part after the other, with the attention that samples."""
+        assert row.top_k is not None
+        if (adapters := self.worker.adapters) is not None:
+            adapters.rows = ()
+        module, cache = self._model.module, DynamicCache(config=self._model.module.config)
+        tokens = torch.tensor(row.token_ids, device=self._device)
+        ids, logprobs, ranks = list[Tensor](), list[Tensor](), list[Tensor]()
+        for start in range(0, len(tokens) - 1, SCORED_TOKENS):
+            part = tokens[start : min(start + SCORED_TOKENS, len(tokens) - 1)]
+            places = torch.arange(start, start + len(part), device=self._device)
+            inputs = {"input_ids": part[None], "position_ids": places[None], "past_key_values": cache}
+            logits = module(**inputs, use_cache=True, step=StepPlan({})).logits[0]
+            found = logits.float().log_softmax(-1)
+            following = tokens[places + 1][:, None]
+            own, best = found.gather(1, following), found.topk(row.top_k, -1)
+            ranks.append((found >= own).sum(1))
+            ids.append(torch.cat([following, best.indices], 1))
+            logprobs.append(torch.cat([own, best.values], 1))
+        scores = PromptScores(
+            torch.cat(ids).int().cpu().numpy(), torch.cat(logprobs).cpu().numpy(), torch.cat(ranks).int().cpu().numpy()
+        )
+        return StepOutput(row.request_id, [], [], "length", scores)
+
+    def _forget_cached(self) -> None:
+        """Have no later request find keys and values of the requests so far."""
+        for drawn in self._drawn.values():
+            drawn.is_old = True
+        self._batch.cache.evict_cached_blocks()
+        for allocator in self._batch.cache.cache_allocators.values():  # blocks that requests still read
+            allocator.ledger.hash_to_block.clear()
+            allocator.ledger.block_to_hash.clear()
+
+
+def draw(logits: Tensor, requests: Sequence[_Drawn]) -> tuple[Tensor, Tensor]:
+    """Draw a token for each row of logits, float32 [n, V], by one random number of its request.
+
+    Returns (int64 [n], float32 [n]): tokens, and their log-probabilities in the distribution that they are drawn from;
+    at temperature 0 the likeliest token, and its log-probability at temperature 1.
+    """
+    if not requests:
+        return torch.empty(0, dtype=torch.long), torch.empty(0)
+    temperatures = torch.tensor([each.asked.temperature for each in requests], device=logits.device)
+    numbers = torch.tensor([each.numbers.random() for each in requests], device=logits.device, dtype=torch.float64)
+    is_greedy = temperatures == 0
+    found = (logits / torch.where(is_greedy, 1.0, temperatures)[:, None]).log_softmax(-1)
+    sums = found.exp().cumsum(-1, dtype=torch.float64)
+    # The first token whose sum is above the number: one of probability 0 never is.
+    drawn = torch.searchsorted(sums, (numbers * sums[:, -1])[:, None], right=True)[:, 0]
+    drawn = torch.where(is_greedy, found.argmax(-1), drawn.clamp(max=logits.shape[1] - 1))
+    return drawn.cpu(), found.gather(1, drawn[:, None])[:, 0].cpu()
+
+
+def _processor(module: Any, config: Config, device: torch.device, num_adapters: int) -> Any:
+    """The library's ContinuousBatchProcessor, with explicit bounds: its own take all of a machine's memory."""
+    generation, kind = config.generation, device.type
+    per_request = -(-generation.max_tokens // PAGE_TOKENS)
+    settings = module.config.get_text_config()
+    heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+    size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    block_bytes = 2 * PAGE_TOKENS * settings.num_hidden_layers * heads * size * module.dtype.itemsize
+    given = generation.kv_cache_bytes or (CPU_KV_CACHE_BYTES if kind == "cpu" else _free_bytes(config))
+    most = ROOM * generation.max_num_seqs * per_request
+    module.set_attn_implementation("eager")  # which every model has; ours takes its place before anything is allocated
+    manager = module.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS,
+            num_blocks=max(1, min(given // block_bytes, most)),
+            max_batch_tokens=max(generation.max_num_batched_tokens or BATCHED_TOKENS[kind], generation.max_num_seqs),
+            max_requests_per_batch=generation.max_num_seqs,
+            max_memory_percent=1.0,
+            max_blocks_per_request=0,
+            allow_block_sharing=generation.prefix_caching and num_adapters == 1,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
+        ),
+    )
+    module.set_attn_implementation(CACHED_ATTENTION)
+    manager.warmup()  # makes the processor; without graphs it warms nothing up
+    return manager.batch_processor
+
+
+def _free_bytes(config: Config) -> int:
+    """Bytes for a cache on this GPU, by generation.gpu_memory_utilization."""
+    free, total = torch.cuda.mem_get_info()
+    return max(1, int(config.generation.gpu_memory_utilization * total) - (total - free))
