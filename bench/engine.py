@@ -9,8 +9,8 @@ ask the same engine for the same requests in the same process, turn about.  "dir
 requests at once; "ours" goes through VllmEngine, which keeps every token's version.  Nobody stops early.  Prints
 generated tokens/s (median and range) and the ratio; then tokens/s while weights arrive one version after the other from
 this process (by CUDA IPC, on CPU by gloo), and how long a version takes to arrive and stops sampling for, in seconds
-and in decoding steps of as many requests.  With --rank versions are LoRA adapters of attention and MLP.  With --transformers
-the engine of transformers answers the same requests, too, in its turn.
+and in decoding steps of as many requests.  With --rank versions are LoRA adapters of attention and MLP.  With
+--transformers the engine of transformers answers the same requests, too, in its turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlhpc.config.rules import Config, with_values
 from rlhpc.config.tables import WeightsConfig
 from rlhpc.generation.engine import Engine
 from rlhpc.generation.running_core import CoreRequest
-from rlhpc.generation.transformers_engine import TransformersEngine
+from rlhpc.generation.transformers_core import TransformersEngine
 from rlhpc.generation.vllm_core import CoreProcesses, params_of
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import adapter_specs, base_digest, chosen_layers, matrices_of

@@ -26,7 +26,7 @@ MIN_FILL = 0.7  # of a bucket of single queries: the fewest keys over the most
 
 
 @dataclass(slots=True)
-class Bucket:
+class KeyPadding:
     """Requests with equally many queries, whose keys are padded on the right."""
 
     queries: Tensor  # int64 [n, q] places among the step's queries
@@ -45,7 +45,7 @@ class Bucket:
         return self._masks[size, window]
 
 
-def buckets_of(num_queries: Sequence[int], num_keys: Sequence[int], device: torch.device) -> list[Bucket]:
+def buckets_of(num_queries: Sequence[int], num_keys: Sequence[int], device: torch.device) -> list[KeyPadding]:
     """Sort the requests of a step into buckets; num_queries, num_keys: of each request, in the step's order."""
     first_query, first_key = _starts(num_queries), _starts(num_keys)
     order = sorted(range(len(num_queries)), key=lambda index: (num_queries[index], -num_keys[index]))
@@ -56,7 +56,7 @@ def buckets_of(num_queries: Sequence[int], num_keys: Sequence[int], device: torc
         else:
             members.append([index])
     return [
-        Bucket(
+        KeyPadding(
             _places([first_query[each] for each in own], num_queries[own[0]], device),
             _padded([(first_key[each], num_keys[each]) for each in own], num_keys[own[0]], device),
             torch.tensor([num_keys[each] for each in own], device=device),
@@ -95,9 +95,11 @@ def _padded(runs: Sequence[tuple[int, int]], length: int, device: torch.device) 
 class StepPlan:
     """The buckets of a step, by kind of layer as the cache calls it; one row without a paged cache has none."""
 
-    buckets: Mapping[str, list[Bucket]]
+    buckets: Mapping[str, list[KeyPadding]]
 
-    def of_layer(self, module: Any, cache: Any, num_queries: int, num_keys: int, device: torch.device) -> list[Bucket]:
+    def of_layer(
+        self, module: Any, cache: Any, num_queries: int, num_keys: int, device: torch.device
+    ) -> list[KeyPadding]:
         """The buckets for a layer."""
         if cache is None:
             return buckets_of([num_queries], [num_keys], device)
@@ -136,7 +138,7 @@ def cached_attention(
 
 def _attend(
     rows: Sequence[Tensor],
-    bucket: Bucket,
+    bucket: KeyPadding,
     scaling: float | None,
     window: int | None,
     softcap: float | None,

@@ -57,7 +57,7 @@ async def start_engine(
     # As above.
     with loading_libraries():
         if config.generation.engine == "transformers":
-            from rlhpc.generation.transformers_engine import TransformersEngine
+            from rlhpc.generation.transformers_core import TransformersEngine
 
             return await TransformersEngine.start(config, seed=seed, decode=decode, num_adapters=num_adapters)
         from rlhpc.generation.vllm_engine import VllmEngine

@@ -14,9 +14,11 @@ or drawn again.  Keys and values of old weights, or of another adapter, are neve
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,18 +29,29 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from rlhpc.config.rules import Config
+from rlhpc.config.rules import Config, with_values
+from rlhpc.data.tokenizer import Decode, no_text
 from rlhpc.generation.cached_attention import CACHED_ATTENTION, StepPlan, buckets_of
+from rlhpc.generation.engine import Engine, held_adapters, refuse_weights_it_would_make_up
 from rlhpc.generation.requests import PromptScores
-from rlhpc.generation.running_core import CoreLimits, CoreRequest, StepOutput, SteppedCore
+from rlhpc.generation.running_core import (
+    CoreLimits,
+    CoreRequest,
+    CoreThread,
+    StepOutput,
+    SteppedCore,
+    device_here,
+)
 from rlhpc.generation.transformers_model import HookedAdapters, Rows, SampledModel
 from rlhpc.generation.weight_updates import WeightUpdateExtension, WholeLoads
+from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import EngineError
 
 PAGE_TOKENS = 32  # of the cache
 CPU_KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}  # of a step
 SCORED_TOKENS = 256  # of a row at once: their logits are held in float32, and a copy
+SHUTDOWN_S = 5.0  # for the step that is under way
 ROOM = 2  # the cache is not larger than so many times what its requests fill; the rest is for prompts seen before
 
 
@@ -65,7 +78,7 @@ class TransformersWorker(WeightUpdateExtension):
 
     @property
     def adapters(self) -> HookedAdapters | None:
-        """Those held, if any."""
+        """The adapters held, if any."""
         assert self._rlhpc_slot is None or isinstance(self._rlhpc_slot, HookedAdapters)
         return self._rlhpc_slot
 
@@ -78,8 +91,8 @@ class TransformersWorker(WeightUpdateExtension):
 
 
 @dataclass(slots=True)
-class _Drawn:
-    """What the library does not know of a request that it has."""
+class _SeededRequest:
+    """A request that the library has, and what it does not know of it."""
 
     asked: CoreRequest
     numbers: np.random.Generator
@@ -97,7 +110,7 @@ class TransformersSteps(SteppedCore):
         self.worker = TransformersWorker(self._model, device)
         self._batch = _processor(self._model.module, config, device, num_adapters)
         self._seeds = np.random.default_rng(seed)
-        self._drawn: dict[str, _Drawn] = {}
+        self._drawn: dict[str, _SeededRequest] = {}
         self._rows: deque[CoreRequest] = deque()
         self._salt = ""
         cache = self._batch.cache
@@ -131,7 +144,7 @@ class TransformersSteps(SteppedCore):
             self._forget_cached()
             self._salt = request.salt
         seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
-        self._drawn[request.request_id] = _Drawn(request, np.random.Generator(np.random.Philox(seed)))
+        self._drawn[request.request_id] = _SeededRequest(request, np.random.Generator(np.random.Philox(seed)))
         self._batch.scheduler.add_waiting_request(
             RequestState(
                 request_id=request.request_id,
@@ -290,7 +303,7 @@ class TransformersSteps(SteppedCore):
             allocator.ledger.block_to_hash.clear()
 
 
-def draw(logits: Tensor, requests: Sequence[_Drawn]) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, requests: Sequence[_SeededRequest]) -> tuple[Tensor, Tensor]:
     """Draw a token for each row of logits, float32 [n, V], by one random number of its request.
 
     Returns (int64 [n], float32 [n]): tokens, and their log-probabilities in the distribution that they are drawn from;
@@ -344,3 +357,39 @@ def _free_bytes(config: Config) -> int:
     """Bytes for a cache on this GPU, by generation.gpu_memory_utilization."""
     free, total = torch.cuda.mem_get_info()
     return max(1, int(config.generation.gpu_memory_utilization * total) - (total - free))
+
+
+class TransformersEngine(Engine):
+    """GenerationEngine over transformers' continuous batching, whose core is on a thread of this process, on CUDA, too.
+
+    Versions are received whole and loaded between two steps: weights.staging = "paused" is refused.
+    """
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        *,
+        seed: int,
+        clock: Clock = time.monotonic,
+        decode: Decode = no_text,
+        num_adapters: int = 1,
+    ) -> TransformersEngine:
+        """Load the model, on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
+
+        decode: for stop strings.  num_adapters: how many it holds at once, if [lora] says that it holds any.
+        Raises EngineError.
+        """
+        config = with_values(config, {"weights.staging": "shadow"})
+        refuse_weights_it_would_make_up(config)
+        adapters = held_adapters(config, num_adapters)
+        device = torch.device(device_here())
+        if device.type == "cpu":
+            torch.set_num_threads(1)  # as vLLM: replicas scale better than threads
+        try:
+            core = CoreThread(lambda: TransformersSteps(config, seed, device, num_adapters))
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:
+            raise EngineError(f"transformers did not start: {error}") from error
+        engine = cls(core, partial(core.shutdown, SHUTDOWN_S), config, clock, decode)
+        await engine._prepare(adapters)
+        return engine

@@ -23,7 +23,7 @@ from rlhpc.config.rules import Config
 from rlhpc.config.tables import WeightsConfig
 from rlhpc.generation.engine import Engine
 from rlhpc.generation.running_core import CoreThread
-from rlhpc.generation.transformers_engine import TransformersEngine
+from rlhpc.generation.transformers_core import TransformersEngine
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import A, B, adapter_specs, base_digest, chosen_layers, matrices_of
 from rlhpc.models.shape import EMBEDDING, HEAD

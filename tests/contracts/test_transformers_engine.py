@@ -15,8 +15,7 @@ import torch
 
 from rlhpc.generation.cached_attention import buckets_of, cached_attention
 from rlhpc.generation.running_core import CoreThread
-from rlhpc.generation.transformers_core import TransformersSteps
-from rlhpc.generation.transformers_engine import TransformersEngine
+from rlhpc.generation.transformers_core import TransformersEngine, TransformersSteps
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import FinishReason, Float32, Int32, Rollout, RolloutRequest, TensorSpec
 from rlhpc.weights.hf_names import name_of, named_on_disk
