@@ -24,11 +24,13 @@ from rlhpc.base.user_code import look_up
 from rlhpc.config.rules import Config, supervised
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config.tables_services import LIBRARIES, runs_programs
+from rlhpc.config.tables_sft import DemonstrationsConfig
 from rlhpc.data.demonstrations import Demonstrations, open_demonstrations
+from rlhpc.data.files import dataset_files, read_rows
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import validate_datasets
 from rlhpc.data.tokenizer import THINKING_END, PromptTokenizer
-from rlhpc.data.validation import DatasetSummary
+from rlhpc.data.validation import TOOLS_FIELDS, DatasetSummary
 from rlhpc.environments.tools import FORMS, Call, open_collection, schemas_of
 from rlhpc.models.adapter import (
     chosen_layers,
@@ -108,6 +110,11 @@ def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> Ite
         yield (
             f"only {counted(found.num_distinct, 'prompt')} of {found.num_records:,} differ: "
             f"{key} may name the wrong field, or the dataset repeats itself"
+        )
+    if found.tools_field and not data.environment:
+        yield (
+            f"records have {found.tools_field!r}, schemas of tools, of which prompts do not tell, and without a "
+            'data.environment nobody runs calls; an own environment, or "agent", can offer them'
         )
     if found.num_with_pictures:
         beside = f", and records have {found.picture_field!r}, which nobody reads" if found.picture_field else ""
@@ -411,6 +418,12 @@ def doubts_of_demonstrations(config: Config, findings: Findings) -> Iterator[str
         if corpus.num_empty:
             empty = counted(corpus.num_empty, "answer")
             yield f"{table.path}: {empty} without a text, which teach the model when to say nothing"
+        if corpus.num_untold:
+            untold = counted(corpus.num_untold, "conversation")
+            yield (
+                f"{table.path}: {untold} with calls of a tool that no message and no field {table.tools_field!r} "
+                f"(demonstrations.tools_field) describes: the model learns to make up tools{_with_schemas(table)}"
+            )
     if sft.batch_size > own:
         yield (
             f"sft.batch_size={sft.batch_size} with an epoch of {counted(own, sft.counts)}: a step learns some of them "
@@ -419,6 +432,13 @@ def doubts_of_demonstrations(config: Config, findings: Findings) -> Iterator[str
     if found.num_held_out > own and not any(table.held_out for table in config.demonstrations):
         left = f"{counted(own, sft.counts)} of {own + found.num_held_out:,}"
         yield f"sft.held_out={sft.held_out:g} leaves {left} to learn from"
+
+
+def _with_schemas(table: DemonstrationsConfig) -> str:
+    """A hint at a field of the first record that has schemas of tools, by its usual names."""
+    fields = next((row for file in dataset_files(table.path, table.split) for row, _ in read_rows(file)), {})
+    found = [name for name in TOOLS_FIELDS if name in fields and name != table.tools_field]
+    return f"; demonstrations.tools_field={found[0]!r} tells of them" if found else ""
 
 
 def _runs(token_ids: Int32, loss_mask: Bool, tokenizer: PromptTokenizer) -> Iterator[tuple[bool, str]]:

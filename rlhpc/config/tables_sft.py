@@ -65,9 +65,9 @@ class DemonstrationsConfig(Section):
     """As data.prompt_field: instead of prompt_template, the field that holds the prompt, as text or chat messages."""
     use_chat_template: Annotated[bool, PAIRED] = False
     """As data.use_chat_template: wrap the prompt as a user message; chat messages always are in the template."""
-    tools_field: str = ""
-    """Field with the tools of a conversation, a list of JSON schemas or that list in JSON, for the chat template; none:
-    there are none."""
+    tools_field: str = "tools"
+    """Field with the tools of a conversation, a list of JSON schemas or that list in JSON, for the chat template; a
+    record without it has none; empty: nobody has."""
     system_prompt: str = ""
     """System message put before a conversation that has none."""
     passes: Annotated[PositiveFloat, Usual(1e-3, 1e3, "it is in passes over this dataset")] = 1.0

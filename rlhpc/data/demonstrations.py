@@ -88,6 +88,7 @@ class DemonstrationForm:
     def __init__(self, data: DemonstrationsConfig, tokenizer: PromptTokenizer) -> None:
         self._data, self._tokenizer = data, tokenizer
         self.num_empty = 0  # answers without a text that it has made
+        self.num_untold = 0  # conversations that call a tool of which the model is not told
         as_prompts = {"prompt_field", "use_chat_template", "system_prompt", "path"}
         self._share_prompt = bool(data.rejected_field) and not (data.prompt_template or data.prompt_field)
         if not self._share_prompt:
@@ -185,8 +186,11 @@ class DemonstrationForm:
         if tools != "[]" and not template.writes_tools:
             raise DataError(
                 f"{record.source}: the chat template of model.path does not write tools, and "
-                f"data.tools_field={self._data.tools_field!r}; legal: a template that does, or no tools_field"
+                f"data.tools_field={self._data.tools_field!r}; legal: a template that does, or "
+                'data.tools_field="", which leaves them out'
             )
+        told = "".join([tools, *parts[::2]])
+        self.num_untold += any(name not in told for message in messages for name in _called(message))
         learnt = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
         self._prompts.refuse_left_out(messages[:learnt], "".join(parts), record)
         return [(part, True) for part in parts]
@@ -204,7 +208,10 @@ class DemonstrationForm:
             with suppress(ValueError):
                 as_tools = json.loads(value)
         if not isinstance(as_tools, list) or not all(isinstance(each, dict) for each in as_tools):
-            raise DataError(f"{record.source}: field {name!r} (data.tools_field) is no list of JSON schemas")
+            raise DataError(
+                f"{record.source}: field {name!r} (data.tools_field) is no list of JSON schemas; legal: "
+                '[{"type": "function", "function": {"name": …}}], or data.tools_field="", which leaves it out'
+            )
         return json.dumps(without_nulls(as_tools))
 
     def demonstrations(self, records: Sequence[Record]) -> list[Demonstration]:
@@ -226,6 +233,14 @@ class DemonstrationForm:
         mask = np.concatenate(masks)
         mask[:1] = False  # no token precedes it
         return Demonstration(np.concatenate(parts), mask)
+
+
+def _called(message: Message) -> Iterator[str]:
+    """Names of the tools that a message calls."""
+    for call in message.get("tool_calls", ()) if message["role"] == "assistant" else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            yield name
 
 
 _QUESTIONS = ("prompt", "instruction", "question", "problem", "query", "input")  # names of columns, the likeliest first
@@ -260,7 +275,7 @@ def fitting_keys(record: Record, data: DemonstrationsConfig) -> str:
 # --------------------------------------------------------------------------------------------------------------- corpus
 
 
-_COUNTS = 4  # numbers before the borders
+_COUNTS = 5  # numbers before the borders
 
 
 class Corpus:
@@ -269,10 +284,12 @@ class Corpus:
     def __init__(self, content: bytes, *, in_pairs: bool = False) -> None:
         """content: made by _tokenised.  in_pairs: each second one is that to which the one before it is preferred.
 
-        num_dropped: longer ones; num_equal: pairs of the same tokens; num_empty: those with an answer without a text.
+        num_dropped: longer ones; num_equal: pairs of the same tokens; num_empty: those with an answer without a text;
+        num_untold: those that call a tool that nobody described.
         """
         self._in_pairs = in_pairs
-        num, self.num_dropped, self.num_equal, self.num_empty = np.frombuffer(content, np.int64, _COUNTS).tolist()
+        counts = np.frombuffer(content, np.int64, _COUNTS).tolist()
+        num, self.num_dropped, self.num_equal, self.num_empty, self.num_untold = counts
         self.borders = np.frombuffer(content, np.int64, num + 1, 8 * _COUNTS)
         self._values = np.frombuffer(content, np.int32, -1, 8 * _COUNTS + self.borders.nbytes)
 
@@ -369,7 +386,8 @@ def _tokenised(config: Config, data: DemonstrationsConfig) -> bytes:
         raise DataError(
             f'{source}: the conversation has {length} tokens; legal: up to {most}, or sft.too_long="drop"{share}'
         )
-    head = np.array([len(lengths), len(too_long), num_equal, form.num_empty, 0, *np.cumsum(lengths)], np.int64)
+    counts = (len(lengths), len(too_long), num_equal, form.num_empty, form.num_untold)
+    head = np.array([*counts, 0, *np.cumsum(lengths)], np.int64)
     return b"".join([head.tobytes(), *values])
 
 

@@ -109,10 +109,32 @@ def _message(value: Mapping[str, Any], where: str) -> Message:
         keys = ", ".join(map(repr, message)) or "none"
         raise DataError(f"{where}: role is {role!r}, its keys are {keys}; legal: {', '.join(map(repr, ROLES))}")
     message["content"] = _text(message.get("content", ""), where)
+    if role == "assistant" and isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(each, f"{where}: tool_calls.{place}") for place, each in enumerate(calls)]
+        if not calls:
+            del message["tool_calls"]
     for key, each in message.items():
         if not is_unicode(each if isinstance(each, str) else json.dumps(each, default=str, ensure_ascii=False)):
             raise DataError(f"{where}: {key} holds half of a surrogate pair, which is no character")
     return message
+
+
+def _call(call: Any, where: str) -> Any:
+    """A call of a tool, with arguments: an object, or one in JSON, which the chat template gets as an object.
+
+    Raises DataError for other arguments, for which vLLM would write none.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or (function is call and "arguments" not in call):
+        return call
+    arguments = read = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            read = json.loads(arguments)
+    if not isinstance(read, dict):
+        raise DataError(f"{where}: arguments are {arguments!r:.60}; legal: an object, or one in JSON")
+    with_them = function | {"arguments": arguments}
+    return with_them if function is call else call | {"function": with_them}
 
 
 def without_nulls(value: Any) -> Any:

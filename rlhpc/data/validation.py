@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def _fault(record: Record, field: str, task: str, error: Exception) -> str:
 # Placeholders of pictures and sounds in multimodal models; other models read the word.
 _PLACE = re.compile(r"<(image|img|video|audio)>|<\|(image_pad|vision_start|image|video_pad|audio)\|>|\[IMG\]")
 _PICTURES = re.compile(r"(?i)(image|picture|video|audio|pixel_value)s?$")
+TOOLS_FIELDS = ("tools", "functions", "available_tools")  # usual names of a field with schemas of tools
 _CHECKED_AT_ONCE = 20_000  # records; as many references are counted in tokens
 
 
@@ -112,6 +114,7 @@ class DatasetSummary:
     num_showing_reference: int = 0  # records whose prompt contains the answer
     num_with_pictures: int = 0  # records whose text has a place for a picture, a video or a sound
     picture_field: str = ""  # field with the picture, of the first such record that has one
+    tools_field: str = ""  # field with schemas of tools, which prompts do not tell of
 
 
 def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | None = None) -> DatasetSummary:
@@ -153,7 +156,16 @@ def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | N
         num_showing_reference=sum(map(form.shows_reference, records)),
         num_with_pictures=len(pictured),
         picture_field=next(filter(None, map(_picture_field, pictured)), ""),
+        tools_field=next((name for name in TOOLS_FIELDS if any(_has_schemas(each, name) for each in records)), ""),
     )
+
+
+def _has_schemas(record: Record, name: str) -> bool:
+    value = record.fields.get(name)
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
 
 
 def _picture_field(record: Record) -> str:

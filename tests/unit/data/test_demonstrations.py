@@ -15,12 +15,15 @@ from checkpoints import QWEN25, TEMPLATES, make_chat_model, make_tokenizer_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.checks.preflight import Findings, doubts_of_demonstrations
 from rlhpc.algorithms.packing import FlopCost, unpack
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config
+from rlhpc.config.tables import DataConfig
 from rlhpc.config.tables_sft import DemonstrationsConfig
 from rlhpc.data import demonstrations
 from rlhpc.data.demonstrations import DemonstrationForm, Demonstrations, fitting_keys, open_demonstrations
+from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.metrics.names import METRICS
@@ -143,6 +146,80 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text(tmp_path: Pat
         assert tokenizer.chat_template.render([said], add_generation_prompt=False).endswith('f{"a": "b"}</turn>')
 
 
+def template_with_calls(written: str) -> str:
+    """Qwen2.5's, with what it writes of a message with calls."""
+    return QWEN25.replace(
+        "message.content + '<|im_end|>' + '\\n' }}",
+        "message.content }}{%- if message.tool_calls %}{{- " + written + " }}{%- endif %}{{- '<|im_end|>\\n' }}",
+    )
+
+
+def calls_of(name: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+ARGUMENTS = "(message.tool_calls[0].function.name ~ (message.tool_calls[0].function.arguments | tojson))"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "learnt"),
+    [
+        ('{"e": "1+1"}', '{"e": "1+1"}'),
+        ({"e": "1+1"}, '{"e": "1+1"}'),
+        ('{"e": null}', '{"e": null}'),
+        ({"e": '{"a": 1}'}, '{"e": "{\\"a\\": 1}"}'),  # a value that is a text stays one
+        ("", "{}"),
+        (None, "{}"),
+    ],
+)
+def test_arguments_in_openais_form_are_learnt_as_an_engine_would_be_told_them(
+    tmp_path: Path, arguments: Any, learnt: str
+) -> None:
+    """vLLM parses the text before the template, which would encode it once more."""
+    tokenizer = PromptTokenizer(make_chat_model(tmp_path, "qwen2.5", template_with_calls(ARGUMENTS)))
+    said, asked = calls_of("calc", arguments), message("user", "a")
+    whole = {"messages": [asked, said], "prompt": "a", "chosen": [said], "rejected": [message("assistant", "b")]}
+    kept = json.dumps(whole)
+    pair = {"completion_field": "chosen", "rejected_field": "rejected", "use_chat_template": True}
+    for table in ({}, pair):
+        assert tokenizer.decode(made_of(tokenizer, whole, **table)[1]) == f"calc{learnt}"
+    assert json.dumps(whole) == kept
+    told = {"prompt": [asked, said, message("tool", "2")]}
+    data = DataConfig.model_validate({"path": "d", "task": "exact_match", "prompt_field": "prompt"})
+    form = PromptForm(data, tokenizer, max_prompt_tokens=500, max_completion_tokens=8)
+    assert f"calc{learnt}<|im_end|>" in form.text(Record(told, "d.jsonl:1"))[0]
+
+
+@pytest.mark.parametrize("arguments", ['{"e": 1', "[1]", "1+1", ["e"]])
+def test_arguments_that_are_no_object_are_refused(models: dict[str, PromptTokenizer], arguments: Any) -> None:
+    with pytest.raises(DataError, match=r"d\.jsonl:1: field 'messages', message 2: tool_calls\.0: arguments are "):
+        made_of(models["qwen2.5"], {"messages": [message("user", "a"), calls_of("calc", arguments)]})
+
+
+def test_calls_of_tools_that_nobody_described_are_counted(tmp_path: Path) -> None:
+    make_chat_model(tmp_path / "model", "qwen2.5", template_with_calls(ARGUMENTS))
+    schema = [{"type": "function", "function": {"name": "calc"}}]
+    asked, said = message("user", "a"), calls_of("calc", {})
+    write_jsonl(
+        tmp_path / "d.jsonl",
+        [
+            {"messages": [asked, said], "functions": schema},
+            {"messages": [asked, said], "tools": schema},
+            {"messages": [message("system", "You may use calc."), asked, said]},
+            {"messages": [asked, message("assistant", "b")]},
+        ],
+    )
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"token_budget": 400})})
+    corpora = open_demonstrations(config).corpora
+    assert [each.num_untold for each in corpora] == [1]
+    findings = Findings({}, tokenizer_of(tmp_path), None, 1, (), demonstrations=open_demonstrations(config))
+    said_of_it = next(doubts_of_demonstrations(config, findings))
+    assert "1 conversation with calls of a tool" in said_of_it
+    assert "demonstrations.tools_field='functions' tells of them" in said_of_it
+
+
 @pytest.mark.parametrize(
     ("said", "key"),
     [
@@ -196,10 +273,12 @@ def test_tools_of_a_record_are_told_where_the_template_tells_them(models: dict[s
         tokens, learnt = made_of(tokenizer, {"messages": messages, "tools": value}, tools_field="tools")
         assert tokens == wanted
         assert tokenizer.decode(learnt, keep_special_tokens=True) == "b<|im_end|>"
+    assert made_of(tokenizer, {"messages": messages, "tools": tools})[0] == wanted  # as TRL reads the column
     plain = made_of(tokenizer, {"messages": messages})
-    assert made_of(tokenizer, {"messages": messages, "tools": None}, tools_field="tools") == plain
-    with pytest.raises(DataError, match=r"field 'tools' \(data\.tools_field\) is no list of JSON schemas"):
-        made_of(tokenizer, {"messages": messages, "tools": "f"}, tools_field="tools")
+    assert made_of(tokenizer, {"messages": messages, "tools": None}) == plain
+    assert made_of(tokenizer, {"messages": messages, "tools": tools}, tools_field="") == plain
+    with pytest.raises(DataError, match=r'field .tools. \(data\.tools_field\) is no list of JSON schemas; legal: .*""'):
+        made_of(tokenizer, {"messages": messages, "tools": "f"})
 
 
 def test_prompts_and_completions_are_learnt_with_and_without_a_template(models: dict[str, PromptTokenizer]) -> None:

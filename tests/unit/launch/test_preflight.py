@@ -178,6 +178,11 @@ def test_places_for_pictures_are_a_warning():
     assert "and records have 'images', which nobody reads" in line
 
 
+def test_tools_of_records_of_which_prompts_do_not_tell_are_a_warning():
+    (line,) = first_prompt(CONFIG, 0, replace(found("Q"), tools_field="functions"))[2:]
+    assert line.startswith("warning     records have 'functions', schemas of tools, of which prompts do not tell")
+
+
 def test_fewer_records_than_a_step_takes_are_a_warning(tmp_path):
     tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path))
     (line,) = prompt_warnings(CONFIG, tokenizer, [replace(found("Q"), num_records=1)])
