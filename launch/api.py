@@ -50,6 +50,7 @@ from launch.supervisor.controller_job import SOONER
 from rlhpc.base.files import is_listed
 from rlhpc.base.processes import child_command
 from rlhpc.base.run_directory import RunLayout
+from rlhpc.base.user_code import look_up
 from rlhpc.config.rules import Config
 from rlhpc.data.files import dataset_files
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError, RlhpcError, RoleFailed, RunDirectoryError
@@ -187,6 +188,10 @@ def _refuse_at_once(config: Config, *, begins: bool) -> None:
             refuse_taken_directory(RunLayout(config.run_directory), resume=False, fresh=False)
     except RunDirectoryError as error:
         raise ConfigError(str(error)) from error
+    for dataset in config.data:
+        for part in (part for task in dataset.all_tasks for part in config.parts_of(task)):
+            if part.startswith("__main__:"):  # whose module no other process has
+                look_up("data.task", part)
     read_model(config.model.path)
     files = [(each.path, each.split) for each in config.data if each.path is not None]
     for path, split in (*files, *((each.path, each.split) for each in config.demonstrations)):

@@ -333,6 +333,7 @@ class Run:
         *,
         steps: Sequence[int] | None = None,
         task: str | None = None,
+        dataset: str | None = None,
         verdict: Literal["correct", "wrong", "verifier_error"] | None = None,
         min_reward: float | None = None,
         max_reward: float | None = None,
@@ -342,14 +343,14 @@ class Run:
     ) -> Iterator[SeenRollout]:
         """Yield every selected rollout that is on disk, as `rlhpc rollouts` shows them.
 
-        steps: first and last.  grep: a regular expression.  tell: called with a line about rollouts that cannot be
-        shown.  Raises ConfigError: grep without a tokenizer, or an invalid selection.
+        steps: first and last.  dataset: its name.  grep: a regular expression.  tell: called with a line about rollouts
+        that cannot be shown.  Raises ConfigError: grep without a tokenizer, or an invalid selection.
         """
         pair = None if steps is None else _pair_of(steps)
         for name, bound in (("min_reward", min_reward), ("max_reward", max_reward)):
             if bound is not None and not _is_number(bound):
                 raise ConfigError(f"{name}={bound!r}; legal: a number")
-        chosen = Selection.of(pair, task, verdict, min_reward, max_reward, grep)
+        chosen = Selection.of(pair, task, verdict, min_reward, max_reward, grep, dataset)
         directory = None if tokenizer is None else Path(tokenizer)
         return RunRollouts(self._layout, tokenizer_dir=directory, tell=tell or say_nothing).each(chosen)
 
@@ -411,9 +412,10 @@ def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:
 _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
     **{
         name: attrgetter(name)
-        for name in ("group_id", "sample_index", "prompt_id", "task", "standing", "drop_reason", "step",
-                     "admitted_version", "trained_version", "staleness", "attempts", "reward", "verdict", "advantage",
-                     "teacher_logprob", "num_tokens", "finish_reason", "prompt", "completion", "reference", "detail")
+        for name in ("group_id", "sample_index", "prompt_id", "dataset", "record", "task", "standing", "drop_reason",
+                     "step", "admitted_version", "trained_version", "staleness", "attempts", "reward", "verdict",
+                     "advantage", "teacher_logprob", "num_tokens", "finish_reason", "prompt", "completion",
+                     "reference", "detail")
     },
     "drop_reason": lambda seen: seen.drop_reason or None,
     "step": lambda seen: seen.step if seen.step >= 0 else None,

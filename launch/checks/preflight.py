@@ -25,7 +25,7 @@ from rlhpc.config.rules import Config, supervised
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config.tables_services import LIBRARIES, runs_programs
 from rlhpc.config.tables_sft import DemonstrationsConfig
-from rlhpc.data.demonstrations import Demonstrations, open_demonstrations
+from rlhpc.data.demonstrations import Demonstration, Demonstrations, open_demonstrations
 from rlhpc.data.files import dataset_files, read_rows
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import validate_datasets
@@ -104,6 +104,10 @@ def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> Ite
             f"(data.reference_field={data.reference_field!r}): to copy it is rewarded. In a template a literal brace "
             "is doubled: \\boxed{{answer}}"
         )
+    if found.num_references_doubted:
+        num, tried = found.num_references_doubted, found.num_references_checked
+        are = "is" if num == 1 else "are"
+        yield f"{num:,} of {tried:,} references {are} doubtful, the first at {found.doubted_reference}"
     if 0 < found.num_distinct < _MOST_PROMPTS * found.num_records:
         field, template = data.prompt_field, data.prompt_template
         key = f"data.prompt_field={field!r}" if field else f"prompt_template={template!r}"
@@ -401,9 +405,8 @@ def demonstration_lines(config: Config, findings: Findings) -> Iterator[str]:
     held_out = f"; {found.num_held_out:,} {are} held out" if found.num_held_out else ""
     yield f"epoch       {counted(found.num_conversations, kind)}{held_out}"
     for title, each in zip(("first      ", "rejected   "), found.learnt(0).sequences, strict=False):
-        runs = _runs(each.token_ids, each.loss_mask, findings.tokenizer)
         yield f"{title} {counted(len(each.token_ids), 'token')}; what is learnt stands in «»:"
-        yield from _quoted("".join(f"«{text}»" if is_learnt else text for is_learnt, text in runs))
+        yield from _quoted(with_marks(each, findings.tokenizer))
     yield from (f"warning     {each}" for each in doubts_of_demonstrations(config, findings))
 
 
@@ -439,6 +442,12 @@ def _with_schemas(table: DemonstrationsConfig) -> str:
     fields = next((row for file in dataset_files(table.path, table.split) for row, _ in read_rows(file)), {})
     found = [name for name in TOOLS_FIELDS if name in fields and name != table.tools_field]
     return f"; demonstrations.tools_field={found[0]!r} tells of them" if found else ""
+
+
+def with_marks(one: Demonstration, tokenizer: PromptTokenizer) -> str:
+    """The text of a conversation, with what is learnt in «»."""
+    runs = _runs(one.token_ids, one.loss_mask, tokenizer)
+    return "".join(f"«{text}»" if is_learnt else text for is_learnt, text in runs)
 
 
 def _runs(token_ids: Int32, loss_mask: Bool, tokenizer: PromptTokenizer) -> Iterator[tuple[bool, str]]:

@@ -239,6 +239,7 @@ def _takes_rollouts(parser: _Parser) -> None:
     _takes_run_directory(parser)
     _value(parser, "--step", "N|A-B", "trained in step N, or in steps A to B")
     _value(parser, "--task", "T", "scored by this reward function")
+    _value(parser, "--dataset", "NAME", "of this dataset, one of several tables [[data]]")
     _value(parser, "--verdict", "V", "correct, wrong or verifier_error")
     _value(parser, "--min-reward", "R", "minimum reward", decimal)
     _value(parser, "--max-reward", "R", "maximum reward", decimal)
@@ -295,6 +296,7 @@ def _takes_data(parser: _Parser) -> None:
     for bound in ("--min-tokens", "--max-tokens", "--min-characters", "--max-characters"):
         bounds.add_argument(bound, type=number, metavar="N")
     _flag(bounds, "--distinct", "keep only the first of records with the same prompt")
+    _flag(bounds, "--valid", "leave out records that a run would refuse, and say which")
     text = "fraction that goes to OUT/validation, the rest to OUT/train; chosen by content, not by order"
     _value(bounds, "--validation", "SHARE", text, decimal)
 

@@ -98,7 +98,9 @@ def show_rollouts(options: argparse.Namespace) -> int:
             f"{options.layout.root}: supervised fine-tuning, in which nothing is sampled; `rlhpc check RUN.toml` shows "
             "its first conversation"
         )
-    selection = Selection.of(_steps(options.step), options.task, options.verdict, *bounds, options.grep)
+    selection = Selection.of(
+        _steps(options.step), options.task, options.verdict, *bounds, options.grep, options.dataset
+    )
     rollouts = RunRollouts(options.layout, tokenizer_dir=options.tokenizer, tell=_tell)
     if options.html is not None:
         from launch.view.rollouts_page import write_page

@@ -23,6 +23,8 @@ from rlhpc.config.setting import COLDEST
 from rlhpc.config.tables import AGENT, DataConfig
 from rlhpc.config.tables_algorithm import LoraConfig
 from rlhpc.config.toml import toml_value
+from rlhpc.data.files import ALL, dataset_files
+from rlhpc.data.record_source import PREFIX
 from rlhpc.models.adapter import (
     PEFT_CONFIG,
     base_digest,
@@ -389,6 +391,8 @@ def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
         is_here = dataset.path is not None and dataset.path.absolute() == data.absolute()
         if dataset.title in named or (not named and is_here):
             return dataset
+    if not str(data).startswith(PREFIX):
+        dataset_files(data, ALL if data.is_dir() else "")  # first: a file that does not exist is of no dataset
     names = ", ".join(dataset.title for dataset in run.data)
     said = f"data.name={named[0]}: no such dataset" if named else f"{data}: belongs to none of the run's datasets"
     raise ConfigError(f"{said}; add data.name=NAME, to use its template, reward and limits; legal: {names}")

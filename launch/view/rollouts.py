@@ -20,6 +20,7 @@ import numpy as np
 
 from launch.common.text import counted, escaped
 from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.base.near_names import near_hint
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import ResolvedGroup
 from rlhpc.buffer.history import START, History, read_history
@@ -27,9 +28,10 @@ from rlhpc.buffer.journal import JournalRecord
 from rlhpc.buffer.segments import read_columns, read_segment, segments_that_are_left
 from rlhpc.config.file import read_resolved
 from rlhpc.config.rules import Config
+from rlhpc.data.prompts import Origins
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import ConfigError, JournalError, RoleFailed, SegmentError
-from rlhpc.protocol.types import Bool, Float32, Int32, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.protocol.types import Bool, Float32, Int32, Prompt, RolloutGroup, ScoredRollout, Verdict
 
 # ---------------------------------------------------------------------------------------------------------------- texts
 #
@@ -229,6 +231,8 @@ class SeenRollout:
     completion: str
     token_rewards: dict[int, float] = field(default_factory=dict)
     teacher_logprobs: Float32 | None = None  # [Lc] natural log; None: no teacher was asked
+    dataset: str = ""  # name of the dataset of the prompt
+    record: str = ""  # its file and line; "": it cannot be told
 
     @property
     def staleness(self) -> int | None:
@@ -260,6 +264,7 @@ class Selection:
     min_reward: float | None = None
     max_reward: float | None = None
     pattern: re.Pattern[str] | None = None  # found in prompt, completion, reference or the verifier's line
+    dataset: str | None = None
 
     @classmethod
     def of(
@@ -270,6 +275,7 @@ class Selection:
         min_reward: float | None,
         max_reward: float | None,
         grep: str | None,
+        dataset: str | None = None,
     ) -> Self:
         """Make a selection from options of `rlhpc rollouts`.  Raises ConfigError with the options' names."""
         if verdict is not None and verdict not in (legal := [each.value for each in Verdict]):
@@ -282,7 +288,7 @@ class Selection:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
             raise ConfigError(f"--grep {grep!r} is not a Python regular expression: {error}") from error
-        return cls(steps, task, verdict, min_reward, max_reward, pattern)
+        return cls(steps, task, verdict, min_reward, max_reward, pattern, dataset)
 
     def wants_member(self, task: str, scored: ScoredRollout) -> bool:
         """True if task, verdict and reward are selected.  A rollout whose verifier failed has no reward."""
@@ -313,6 +319,7 @@ class RunRollouts:
         if remark:
             tell(remark)
         self._maker = _sample_maker(self.config, tell)
+        self._origins = None if self.config is None else Origins(self.config, tell)
 
     def each(self, selection: Selection = EVERYTHING) -> Iterator[SeenRollout]:
         """The selected rollouts, in the order in which their groups were resolved.
@@ -321,12 +328,20 @@ class RunRollouts:
         """
         if selection.pattern is not None and not self.texts.are_known:
             raise ConfigError("text is searched, and the run's tokenizer is not on this machine: give --tokenizer DIR")
+        known = () if self._origins is None else self._origins.datasets
+        if selection.dataset is not None and selection.dataset not in known:
+            near = near_hint(selection.dataset, known)
+            raise ConfigError(
+                f"dataset={selection.dataset!r}: not a dataset of this run; legal: {', '.join(known)}{near}"
+            )
         return self._each(selection)
 
     def _each(self, selection: Selection) -> Iterator[SeenRollout]:
         is_any = False
         for found, advantages in self._with_advantages(selection):
             group = found.resolved.group
+            if selection.dataset not in (None, self._dataset(group.prompt)):
+                continue
             for index, scored in enumerate(group.members):
                 if selection.wants_member(group.prompt.task, scored):
                     mine = None if advantages is None else advantages[index]
@@ -337,6 +352,9 @@ class RunRollouts:
                         yield seen
         if not is_any:
             self._refuse_unknown(selection.task)
+
+    def _dataset(self, prompt: Prompt) -> str:
+        return "" if self._origins is None else self._origins.dataset(prompt.prompt_id)
 
     def _refuse_unknown(self, task: str | None) -> None:
         """Raises ConfigError: no dataset of the run has this task."""
@@ -414,6 +432,8 @@ class RunRollouts:
             completion=self.texts.whole(rollout.token_ids),
             token_rewards=scored.token_rewards,
             teacher_logprobs=None if scored.teacher is None else scored.teacher.logprobs.copy(),
+            dataset=self._dataset(prompt),
+            record="" if self._origins is None else self._origins.record(prompt),
         )
 
 
@@ -501,7 +521,9 @@ def fate(seen: SeenRollout) -> str:
 def _head(seen: SeenRollout) -> Iterator[str]:
     leases = f", lease {seen.attempts}" if seen.attempts > 1 else ""
     yield _RULE
-    yield f"group {seen.group_id}: {escaped(seen.task)}, {fate(seen)} (prompt {seen.prompt_id}{leases})"
+    origin = f" of {escaped(seen.dataset)}" if seen.dataset else ""
+    record = f", {escaped(seen.record)}" if seen.record else ""
+    yield f"group {seen.group_id}: {escaped(seen.task)}, {fate(seen)} (prompt {seen.prompt_id}{origin}{leases}{record})"
     yield from _block("prompt", seen.prompt)
     yield from _block("reference", seen.reference)
 

@@ -44,7 +44,7 @@ from rlhpc.data.prompt_form import (
 from rlhpc.data.prompts import raw_draws, seed_of_dataset
 from rlhpc.data.record_source import HOW_TO_ASK, Record, cached
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.data.validation import CODE_FILES, TOKENIZER_FILES, states_of
+from rlhpc.data.validation import CODE_FILES, TOKENIZER_FILES, FaultyRecords, states_of
 from rlhpc.protocol.errors import ConfigError, DataError
 from rlhpc.protocol.types import Bool, Int32
 
@@ -215,13 +215,23 @@ class DemonstrationForm:
         return json.dumps(without_nulls(as_tools))
 
     def demonstrations(self, records: Sequence[Record]) -> list[Demonstration]:
-        """Conversations of records, in their order."""
+        """Conversations of records, in their order.  Raises as `parts`."""
+        return self.joined(list(map(self.all_parts, records)))
+
+    def all_parts(self, record: Record) -> list[list[tuple[str, bool]]]:
+        """`parts` of the answer, and of preferences those of the worse one.  Raises as `parts`."""
         keys = ("completion_field", "rejected_field") if self._data.rejected_field else ("completion_field",)
-        texts = [self.parts(record, key) for record in records for key in keys]
+        return [self.parts(record, key) for key in keys]
+
+    def joined(self, parts_of: Sequence[list[list[tuple[str, bool]]]]) -> list[Demonstration]:
+        """Conversations of all_parts of records."""
+        texts = [parts for both in parts_of for parts in both]
         self.num_empty += sum(not parts[len(parts) // 2 * 2 - 1][0].strip() for parts in texts)
         tokens = iter(self._tokenizer.encode_all([part for parts in texts for part in parts]))
         made = [self._joined([next(tokens) for _ in parts]) for parts in texts]
-        return made if len(keys) == 1 else [made[i].preferred_to(made[i + 1]) for i in range(0, len(made), 2)]
+        if not self._data.rejected_field:
+            return made
+        return [made[i].preferred_to(made[i + 1]) for i in range(0, len(made), 2)]
 
     def _joined(self, parts: list[Int32]) -> Demonstration:
         """Join parts as of DialogueTemplate.demonstration; two parts alone, without a template, lack the end token."""
@@ -328,7 +338,7 @@ class Corpus:
 def open_corpus(config: Config, place: int) -> Corpus:
     """Tokenise one table, or read it from the cache.  Raises DataError, ConfigError."""
     data, package = config.demonstrations[place], Path(rlhpc.__file__).parent
-    with _keys_of_demonstrations():
+    with keys_of_demonstrations():
         made_of = {
             "table": data.model_dump(mode="json", exclude={"passes", "held_out"}),
             "limits": [config.longest_conversation, config.sft.too_long],
@@ -344,7 +354,7 @@ def open_corpus(config: Config, place: int) -> Corpus:
 
 
 @contextmanager
-def _keys_of_demonstrations() -> Iterator[None]:
+def keys_of_demonstrations() -> Iterator[None]:
     """Rename keys in a DataError: code that reads records names [data], whose keys have the same names here."""
     try:
         yield
@@ -361,9 +371,11 @@ def _tokenised(config: Config, data: DemonstrationsConfig) -> bytes:
         for file in dataset_files(data.path, data.split)
         for fields, number in read_rows(file)
     )
+    faulty = FaultyRecords()
     while some := list(islice(records, _AT_ONCE)):
         num_records += len(some)
-        for record, each in zip(some, form.demonstrations(some), strict=True):
+        good = [(record, parts) for record in some if (parts := faulty.tried(form.all_parts, record)) is not None]
+        for (record, _), each in zip(good, form.joined([parts for _, parts in good]), strict=True):
             if (longest := max(len(one.token_ids) for one in each.sequences)) > most:
                 too_long.append((longest, record.source))
                 continue
@@ -373,6 +385,7 @@ def _tokenised(config: Config, data: DemonstrationsConfig) -> bytes:
                 lengths.append(len(one.token_ids))
     if not num_records:
         raise DataError(f"data.path={data.path} has no records")
+    faulty.refuse()
     if too_long and (config.sft.too_long == "refuse" or not lengths):
         length, source = too_long[0]
         longest = max(too_long)[0]

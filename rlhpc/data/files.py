@@ -129,7 +129,13 @@ def _deeper(path: Path, split: str) -> list[Path]:
         return [file for each in splits if split_of(each) in chosen for file in dataset_files(each, ALL)]
     if (path / "data").is_dir():
         return _files_of_directory(path / "data", split)
-    raise DataError(f"data.path={path} holds no file of {_forms()}; {_whats_in(path)}")
+    raise DataError(f"data.path={path} holds no file of {_forms()}; {_whats_in(path)}{_below(path)}")
+
+
+def _below(path: Path) -> str:
+    """The directories below that hold data, as the configurations of a dataset of a hub do; "" for none."""
+    below = [each for each in sorted(path.iterdir()) if each.is_dir() and any(map(form_of, each.iterdir()))]
+    return f"; legal: data.path={' or '.join(map(str, below))}" if below else ""
 
 
 def _saved_splits(path: Path, split: str) -> list[Path]:
@@ -275,18 +281,43 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
             ).rstrip()  # otherwise an error at its end is in column 1 of the next line
             fields = json.loads(text) if text.strip() else None
         except UnicodeDecodeError as error:
-            raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
+            raise DataError(f"{source}: {_encoding(error)}") from error
         except json.JSONDecodeError as error:
+            if number == 1 and _is_utf16(line):
+                raise DataError(f"{source}: {_UTF16}") from error
             if error.msg == "Extra data" and "\r" in text[: error.pos]:
                 legal = "legal: a line feed at the end of each, as Linux and Windows write it"
                 raise DataError(f"{name}: lines end in a carriage return alone; {legal}") from error
             damage = "; the line has NUL bytes, as after a crash or a sparse copy" if b"\0" in line else ""
-            wrong = f"{source}: malformed JSON: {error.msg} at column {error.colno}{damage}"
+            wrong = f"{source}: {_malformed(error)}{damage}"
             raise DataError(f"{wrong}{_habit(text, error)}") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{source}: {_excess(error)}") from error
         if text.strip():
             yield _object(fields, source, "the line"), number
+
+
+_UTF16 = "UTF-16; legal: UTF-8 (iconv -f utf-16 -t utf-8 FILE > OTHER)"
+
+
+def _encoding(error: UnicodeDecodeError) -> str:
+    """Say what a text that is not UTF-8 may be, and how to make it so."""
+    if _is_utf16(error.object):
+        return _UTF16
+    remedy = "legal: UTF-8 (iconv -f latin1 -t utf-8 FILE > OTHER, if it is Latin-1)"
+    return f"not UTF-8: {error.reason} at byte {error.start}; {remedy}"
+
+
+def _is_utf16(start: bytes) -> bool:
+    """True for the first bytes of a text in UTF-16: its mark, or a Latin letter, which has a zero byte."""
+    return start[:2] in (b"\xff\xfe", b"\xfe\xff") or (
+        len(start) > 2 and start[:2].count(0) == 1 == start[2:4].count(0)
+    )
+
+
+def _malformed(error: json.JSONDecodeError) -> str:
+    """ "malformed JSON: …", with the column; some of the library's messages end in "at", for a place."""
+    return f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
 
 
 def _habit(text: str, error: json.JSONDecodeError) -> str:
@@ -312,12 +343,14 @@ def _json_document(file: Path) -> Rows:
         text = content.decode("utf-8-sig")
         document = json.loads(text) if text.strip() else []
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8: {error.reason} at byte {error.start}") from error
+        raise DataError(f"{file}: {_encoding(error)}") from error
     except json.JSONDecodeError as error:
+        if _is_utf16(content):
+            raise DataError(f"{file}: {_UTF16}") from error
         if error.msg == "Extra data":
             yield from _json_lines(file)
             return
-        raise DataError(f"{file}:{error.lineno}: malformed JSON: {error.msg} at column {error.colno}") from error
+        raise DataError(f"{file}:{error.lineno}: {_malformed(error)}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}{_line_of_excess(text, error)}: {_excess(error)}") from error
     if isinstance(document, dict):
@@ -398,7 +431,7 @@ def _separated(file: Path) -> Rows:
                     )
                 yield dict(zip(columns, cells, strict=True)), number
         except UnicodeDecodeError as error:
-            raise DataError(f"{file}: not UTF-8 after line {number}: {error.reason}") from error
+            raise DataError(f"{file}: after line {number}: {_encoding(error)}") from error
         except csv.Error as error:
             raise DataError(f"{file}:{reader.line_num}: malformed: {error}") from error
 

@@ -393,12 +393,13 @@ class PromptForm:
 
         Raises DataError for a record without a prompt; lengths are not checked.
         """
-        made: list[tuple[str, bool]] = []
-        for record in records:
-            self.reference(record)
-            self.task(record)
-            made.append(self.text(record))
-        return made
+        return list(map(self.checked_text, records))
+
+    def checked_text(self, record: Record) -> tuple[str, bool]:
+        """The text of one prompt, after its reference and its task.  Raises as `texts`."""
+        self.reference(record)
+        self.task(record)
+        return self.text(record)
 
     def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
         """Number of tokens and highest token of each text, computed on all processors."""

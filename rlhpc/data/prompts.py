@@ -18,7 +18,7 @@ import json
 import math
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config.rules import Config
+from rlhpc.config.tables import WHOLE_RECORD
 from rlhpc.config.tables_algorithm import CurriculumConfig
+from rlhpc.data.files import dataset_files, read_rows
 from rlhpc.data.prompt_form import DialogueTemplate, PromptForm
-from rlhpc.data.record_source import Record, records_of
+from rlhpc.data.record_source import Record, made_records, records_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.data.validation import CheckOf, DatasetSummary, once, summarise
 from rlhpc.protocol.contracts import PromptSource, RecordName
@@ -126,6 +128,29 @@ def _unpacked(text: str, like: NDArray[Any]) -> NDArray[Any]:
 # -------------------------------------------------------------------------------------------------------------- prompts
 
 
+class SeededOrder:
+    """The order of a dataset's records in every epoch."""
+
+    def __init__(self, num_records: int, *, seed: int, shuffle: bool) -> None:
+        self.num_records, self._seed, self._shuffle = num_records, seed, shuffle
+        self._orders: dict[int, NDArray[np.int64]] = {}  # by epoch
+
+    def record_index(self, prompt_id: int) -> int:
+        """The place in the dataset of the record behind a prompt of the order."""
+        epoch, position = divmod(prompt_id, self.num_records)
+        return int(self.records(epoch, position, position + 1)[0])
+
+    def records(self, epoch: int, first: int, last: int) -> NDArray[np.int64]:
+        """Places [n] in the dataset of positions `first` to last − 1 of an epoch, as far as it goes."""
+        if not self._shuffle:
+            return np.arange(first, min(last, self.num_records))
+        if epoch not in self._orders:
+            # Keep two: groups of an epoch are finished while prompts of the next are drawn.
+            self._orders = dict(sorted(self._orders.items())[-1:])
+            self._orders[epoch] = _epoch_order(self.num_records, self._seed, epoch)
+        return self._orders[epoch][first:last]
+
+
 class SeededPrompts:
     """A dataset as an endless sequence of prompts."""
 
@@ -134,8 +159,8 @@ class SeededPrompts:
             raise DataError("a dataset without records")
         self._records, self._form = records, form
         self._seed, self._shuffle = seed, shuffle
+        self._order = SeededOrder(len(records), seed=seed, shuffle=shuffle)
         self._cursor = 0
-        self._orders: dict[int, NDArray[np.int64]] = {}  # by epoch
         self._fingerprint = ""  # of the records, made when needed
 
     @property
@@ -172,18 +197,11 @@ class SeededPrompts:
 
     def record_index(self, prompt_id: int) -> int:
         """The place in the dataset of the record behind a prompt of the order."""
-        epoch, position = divmod(prompt_id, len(self._records))
-        return int(self.records(epoch, position, position + 1)[0])
+        return self._order.record_index(prompt_id)
 
     def records(self, epoch: int, first: int, last: int) -> NDArray[np.int64]:
-        """Places [n] in the dataset of positions `first` to last − 1 of an epoch, as far as it goes."""
-        if not self._shuffle:
-            return np.arange(first, min(last, len(self._records)))
-        if epoch not in self._orders:
-            # Keep two: groups of an epoch are finished while prompts of the next are drawn.
-            self._orders = dict(sorted(self._orders.items())[-1:])
-            self._orders[epoch] = _epoch_order(len(self._records), self._seed, epoch)
-        return self._orders[epoch][first:last]
+        """As SeededOrder.records."""
+        return self._order.records(epoch, first, last)
 
     def state(self) -> dict[str, Any]:
         """Return {"cursor", "seed", "shuffle", "dataset"}; cursor is the prompt_id of the next draw."""
@@ -570,6 +588,60 @@ def open_prompt_source(config: Config) -> PromptSource:
     if len(parts) == 1:
         return parts[0]
     return Mixture([each.title for each in config.data], [each.weight for each in config.data], parts)
+
+
+# -------------------------------------------------------------------------------------------------------------- origins
+
+_LARGEST_READ = 1 << 30  # bytes of files that are read to name records
+
+
+class Origins:
+    """The dataset and the record behind each prompt of a run, from its settings and the files as they are now."""
+
+    def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
+        """tell: called once for a dataset whose records cannot be named."""
+        self._config, self._tell = config, tell
+        self.datasets = tuple(each.title for each in config.data)
+        self._known: dict[int, tuple[SeededOrder, list[tuple[str, int]]] | None] = {}  # by place of the dataset
+
+    def dataset(self, prompt_id: int) -> str:
+        """Name of the dataset that a prompt is of."""
+        return self.datasets[prompt_id % len(self.datasets)]
+
+    def record(self, prompt: Prompt) -> str:
+        """File and line of a prompt's record; "" if the files are gone, too large, or have changed since the run."""
+        local, place = divmod(prompt.prompt_id, len(self.datasets))
+        if place not in self._known:
+            self._known[place] = self._read(place)
+        if (known := self._known[place]) is None:
+            return ""
+        order, records = known
+        source, reference = records[order.record_index(local)]
+        if reference != hash(prompt.reference):
+            self._tell(f"{self.datasets[place]}: has changed since the run, so that its records are not named")
+            self._known[place] = None
+            return ""
+        return source
+
+    def _read(self, place: int) -> tuple[SeededOrder, list[tuple[str, int]]] | None:
+        """The order of a dataset, and each record's file, line and digest of its reference."""
+        data = self._config.data[place]
+        field = WHOLE_RECORD if data.environment else data.reference_field
+        try:
+            if data.path is not None:
+                files = dataset_files(data.path, data.split)
+                if sum(file.stat().st_size for file in files) > _LARGEST_READ:
+                    self._tell(f"{data.path} has more than {_LARGEST_READ >> 30} GiB: its records are not named")
+                    return None
+                rows = (Record(fields, f"{file}:{line}") for file in files for fields, line in read_rows(file))
+                found = [(record.source, hash(record.reference(field))) for record in rows]
+            else:
+                found = [(record.source, hash(record.reference(field))) for record in made_records(data)]
+        except (DataError, OSError) as error:
+            self._tell(f"{error}; records are not named")
+            return None
+        seed = seed_of_dataset(self._config.run.seed, place)
+        return (SeededOrder(len(found), seed=seed, shuffle=data.shuffle), found) if found else None
 
 
 def validate_datasets(config: Config, check_of: CheckOf | None = None) -> list[DatasetSummary]:

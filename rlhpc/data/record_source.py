@@ -71,6 +71,7 @@ def _home() -> Path:
 _LONGEST_SHOWN = 60  # characters of a value in a message
 
 
+_OF_VERL = "reward_model.ground_truth"  # where verl's datasets have references
 HOW_TO_ASK = "; data.prompt_field says which is asked"  # end of a message
 
 
@@ -142,6 +143,8 @@ class Record:
             has, names = f"is {kind(here)}", []
         part = name[len(inside) + 1 if inside else 0 :].partition(".")[0]
         meant = [".".join(filter(None, (inside, near))) for near in nearest(part, names)]
+        if not meant and key == "data.reference_field" and self.has(_OF_VERL):
+            meant = [_OF_VERL]
         hint = f" (did you mean {meant[0]}?)" if meant else ""
         chosen = HOW_TO_ASK if (key, name) == ("data.prompt_template", "prompt") else ""
         return f"no field {name!r}, which {key} names; {what} {has}{hint}{chosen}"

@@ -10,8 +10,9 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,14 +28,57 @@ from rlhpc.protocol.errors import DataError
 #
 # Check every reference before a run: if its task cannot read one, no completion gets a verdict.
 #
-# Input: records, and the check of their task.  Output: number of checked references; a DataError that shows the first
-# bad ones, each with its line.
+# Input: records, and the check of their task.  Output: References; a DataError that shows the first bad ones, each with
+# its line.
 
-ReferenceCheck = Callable[[str], None]  # raises ValueError, which says what is legal
+ReferenceCheck = Callable[[str], str | None]  # raises ValueError, which says what is legal; may return a doubt
 CheckOf = Callable[[str], ReferenceCheck | None]  # by task; None: it checks none
 MOST_S = 60.0  # for the references of a dataset: mathematics takes some milliseconds each
 _MOST_SHOWN = 5
 _SHOWN_CHARACTERS = 1000
+
+
+@dataclass(slots=True)
+class References:
+    """What the checks of tasks say of the references of a dataset."""
+
+    num_checked: int = 0
+    refused: dict[int, str] = field(default_factory=dict)  # by place of the record: why, with its line
+    doubted: list[str] = field(default_factory=list)  # those that are read, with their lines
+
+
+def try_references(
+    records: Sequence[Record],
+    field: str,
+    task_of: Callable[[Record], str],
+    check_of: CheckOf,
+    *,
+    most_s: float = MOST_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> References:
+    """Try as many as `most_s` seconds allow; tasks without a check are left out.
+
+    An environment that rewards by itself needs no reference.
+
+    Raises DataError: a record has no such field.
+    """
+    found, checks, end = References(), dict[str, ReferenceCheck | None](), clock() + most_s
+    for place, record in enumerate(records):
+        if (task := task_of(record)) == OWN_REWARD:
+            continue
+        reference = record.reference(field)
+        if task not in checks:
+            checks[task] = check_of(task)
+        if (check := checks[task]) is None or clock() > end:
+            continue
+        found.num_checked += 1
+        try:
+            doubt = check(reference)
+        except (ValueError, RecursionError) as error:  # JSON of thousands of levels
+            found.refused[place] = _fault(record, field, task, error)
+        else:
+            found.doubted += [f"{record.source}: {doubt}"] if doubt else []
+    return found
 
 
 def refuse_bad_references(
@@ -45,40 +89,74 @@ def refuse_bad_references(
     *,
     most_s: float = MOST_S,
     clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """Return the number of records checked: as many as `most_s` seconds allow; tasks without a check are left out.
-
-    An environment that rewards by itself needs no reference.
-
-    Raises DataError: a record has no such field; or the first refused references, a line each.
-    """
-    faults, checks = list[str](), dict[str, ReferenceCheck | None]()
-    num_bad, num_checked, end = 0, 0, clock() + most_s
-    for record in records:
-        if (task := task_of(record)) == OWN_REWARD:
-            continue
-        reference = record.reference(field)
-        if task not in checks:
-            checks[task] = check_of(task)
-        if (check := checks[task]) is None or clock() > end:
-            continue
-        num_checked += 1
-        try:
-            check(reference)
-        except (ValueError, RecursionError) as error:  # JSON of thousands of levels
-            num_bad += 1
-            if len(faults) < _MOST_SHOWN:
-                faults.append(_fault(record, field, task, error))
-    if num_bad:
-        rest = f"and {num_bad - len(faults)} more of {num_checked} records"
-        raise DataError("\n".join([*faults, *([rest] if num_bad > len(faults) else [])]))
-    return num_checked
+) -> References:
+    """Try references.  Raises DataError: as try_references; or the first refused references, a line each."""
+    found = try_references(records, field, task_of, check_of, most_s=most_s, clock=clock)
+    if faults := list(found.refused.values()):
+        shown = faults[:_MOST_SHOWN]
+        rest = f"and {len(faults) - len(shown)} more of {found.num_checked} records"
+        raise DataError("\n".join([*shown, *([rest] if len(faults) > len(shown) else [])]))
+    return found
 
 
 def _fault(record: Record, field: str, task: str, error: Exception) -> str:
     why = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
     where = f"field {field!r} (data.reference_field)" if field else 'data.reference_field=""'
     return f"{record.source}: {where}, for data.task={task!r}: {why}"
+
+
+# ------------------------------------------------------------------------------------------------------- faulty records
+#
+# Records of which nothing can be made, counted: one message for all of them, in place of a message for the first.
+
+
+Made = TypeVar("Made")
+_MOST_KINDS = 5  # of faults in a message
+_SURE = 100  # first records that are all faulty: a key is wrong, and not they
+
+
+class FaultyRecords:
+    """Tries records one after the other, and refuses all faulty ones together."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        self._sources: dict[str, list[str]] = {}  # by fault
+        self._num_tried = self._num_faulty = 0
+
+    def tried(self, make: Callable[[Record], Made], record: Record) -> Made | None:
+        """make(record); None if it raises a DataError, which is kept.  Raises it if no record was without a fault."""
+        self._num_tried += 1
+        try:
+            return make(record)
+        except DataError as error:
+            self._num_faulty += 1
+            self._sources.setdefault(str(error).removeprefix(f"{record.source}: "), []).append(record.source)
+            if self._num_faulty == self._num_tried == _SURE:
+                self.refuse()
+            return None
+
+    def refuse(self) -> None:
+        """Raise DataError if there is a fault: the first of each kind, with their number unless all have it."""
+        if not self._num_faulty:
+            return
+        first = next(iter(self._sources.items()))
+        if self._num_faulty == self._num_tried:
+            raise DataError(_said(*first))
+        lines = [f"{_said(*each)} {self._where(each[1])}" for each in list(self._sources.items())[:_MOST_KINDS]]
+        if len(self._sources) > 1:
+            lines.append(f"{self._num_faulty:,} of {self._num_tried:,} records are faulty")
+        raise DataError("\n".join(lines) + "; `rlhpc data convert RUN.toml OUT --valid` leaves such records out")
+
+    def _where(self, sources: Sequence[str]) -> str:
+        """ "(3 of 50 records, also train.jsonl:12, …)"."""
+        others = ", ".join(Path(each).name for each in sources[1:_MOST_SHOWN])
+        more = ", …" if len(sources) > _MOST_SHOWN else ""
+        also = f", also {others}{more}" if others else ""
+        return f"({len(sources):,} of {self._num_tried:,} records{also})"
+
+
+def _said(why: str, sources: Sequence[str]) -> str:
+    return why if why.startswith(sources[0]) else f"{sources[0]}: {why}"
 
 
 # ------------------------------------------------------------------------------------------------------ dataset summary
@@ -114,24 +192,31 @@ class DatasetSummary:
     num_showing_reference: int = 0  # records whose prompt contains the answer
     num_with_pictures: int = 0  # records whose text has a place for a picture, a video or a sound
     picture_field: str = ""  # field with the picture, of the first such record that has one
+    num_references_doubted: int = 0
+    doubted_reference: str = ""  # the first of them: file, line and why
     tools_field: str = ""  # field with schemas of tools, which prompts do not tell of
 
 
 def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | None = None) -> DatasetSummary:
     """Make every prompt and reference once; check_of: task → its check of references.
 
-    Raises DataError for a prompt that fails, with the number of too long ones, or naming the first bad references.
+    Raises DataError for prompts that fail, with their number, for too long ones, or naming the first bad references.
     """
     form.refuse_unknown_task_field(records)
     lengths, tokens, distinct = list[int](), list[int](), set[int]()
+    faulty = FaultyRecords()
     for first in range(0, len(records), _CHECKED_AT_ONCE):
-        texts = form.texts(records[first : first + _CHECKED_AT_ONCE])
+        made = [faulty.tried(form.checked_text, record) for record in records[first : first + _CHECKED_AT_ONCE]]
+        texts = [text for text in made if text is not None]
         some, highest = form.measured(texts)
         lengths += some
         tokens += highest
         distinct.update(hash(text) for text, _ in texts)
+    faulty.refuse()
     form.refuse_lengths(lengths, records)
-    checked = 0 if check_of is None else refuse_bad_references(records, form.reference_field, form.task, check_of)
+    tried = References()
+    if check_of is not None:
+        tried = refuse_bad_references(records, form.reference_field, form.task, check_of)
     references = form.reference_lengths(records[:_CHECKED_AT_ONCE])
     longest, highest_place = int(np.argmax(lengths)), int(np.argmax(tokens))
     spelling = [f"{record.source} {token!r}" for record in records if (token := form.spelt_control(record))]
@@ -146,7 +231,9 @@ def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | N
         example_tokens=lengths[0],
         num_references_counted=len(references),
         num_references_longer=sum(length > form.max_completion_tokens for length in references),
-        num_references_checked=checked,
+        num_references_checked=tried.num_checked,
+        num_references_doubted=len(tried.doubted),
+        doubted_reference=next(iter(tried.doubted), ""),
         num_spelling_control=len(spelling),
         spelling_control=spelling[0] if spelling else "",
         highest_token=tokens[highest_place],

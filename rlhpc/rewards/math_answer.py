@@ -79,6 +79,9 @@ def final_answer(completion: str) -> str | None:
 _HOLES = ("nan", "null")  # missing values of a table that was written as text
 # Two words in a row, outside of \text{…}: prose instead of an answer.
 _SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
+_WORD, _DIGIT = re.compile(r"[A-Za-z]{3,}"), re.compile(r"\d")
+_NAMES = ("sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "max", "min", "abs", "inf", "infinity")
+_TRUTHS = ("true", "false", "yes")
 _COMMANDS = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
 _LEGAL = r"legal: a number, one expression in LaTeX, alone, in \boxed{…} or behind ####, or a JSON list of texts"
 
@@ -117,9 +120,16 @@ def math_answer(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
 
 
-def check_math_answer(reference: str) -> None:
-    """Raise ValueError for a reference with a text that cannot be read or has no value."""
-    read_references(reference)
+def check_math_answer(reference: str) -> str:
+    """Raise ValueError for a reference with a text that cannot be read or has no value.
+
+    Returns a doubt about one that is words, such as "no idea" for an answer that nobody knew; "": there is none.
+    """
+    for each in read_references(reference):
+        words = _WORD.findall("" if _DIGIT.search(each.text) else _COMMANDS.sub("", each.text))
+        if any(word.lower() not in (*_NAMES, *_TRUTHS) for word in words):
+            return f"{each.text[:_SHOWN_CHARACTERS]!r} is words without a number"
+    return ""
 
 
 @lru_cache(4096)

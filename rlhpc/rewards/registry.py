@@ -301,13 +301,15 @@ def resolve(task: str) -> RewardFunction:
     return given_its_record(partial(function, **arguments) if arguments else function, names)
 
 
-def reference_check(task: str) -> Callable[..., None] | None:
+def reference_check(task: str) -> Callable[..., str | None] | None:
     """A function that raises ValueError for a reference that the task cannot read; None for a user's task.
+
+    It may return a doubt about one that it reads.
 
     User code is not imported before a run: a login node may lack its dependencies.
     """
     path = CHECKS.get(task)
-    return None if path is None else cast(Callable[..., None], load(KEY, path, repr(task)))
+    return None if path is None else cast(Callable[..., str | None], load(KEY, path, repr(task)))
 
 
 def _without(arguments: Collection[str], names: Sequence[str]) -> tuple[str, ...]:
@@ -349,10 +351,10 @@ def composite_reference_check(
     judge: JudgeConfig,
     sandbox: SandboxConfig | None = None,
     scores: RewardModelConfig | None = None,
-) -> Callable[[str], None] | None:
+) -> Callable[[str], str | None] | None:
     """A check that raises ValueError for a reference that the task, or a part of a composite, cannot read.
 
-    scores: [reward_model] of the run file.
+    It may return a doubt about one that is read.  scores: [reward_model] of the run file.
     """
     if task == "reward_model":
         # Imported here for the same reason as below.
@@ -372,11 +374,10 @@ def composite_reference_check(
     parts = settings.tasks.items()
     checks = {name: composite_reference_check(part, {}, judge, sandbox, scores) for name, part in parts}
 
-    def check_parts(reference: str) -> None:
+    def check_parts(reference: str) -> str | None:
         given = references(settings, reference)
-        for name, part_check in checks.items():
-            if part_check is not None:
-                part_check(given[name])
+        doubts = [check(given[name]) for name, check in checks.items() if check is not None]
+        return next(filter(None, doubts), None)
 
     return check_parts
 

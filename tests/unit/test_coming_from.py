@@ -137,6 +137,7 @@ def refusal(word: str) -> str:
         ("trainer.lora_dropout", "(no counterpart, because there is no dropout"),
         ("report_to", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
         ("wandb", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
+        ("use_wandb", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
         ("run.wandb", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
         ("trainer.gradient_accumulation_steps", "(did you mean trainer.token_budget?"),
         ("generation.n", "(did you mean admission.group_size?)"),

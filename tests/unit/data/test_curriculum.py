@@ -15,7 +15,14 @@ from rlhpc.config.rules import Config
 from rlhpc.config.tables import DataConfig
 from rlhpc.config.tables_algorithm import CurriculumConfig
 from rlhpc.data.prompt_form import PromptForm
-from rlhpc.data.prompts import Curriculum, SeededPrompts, open_prompt_source, rollouts_for_a_pass, validate_datasets
+from rlhpc.data.prompts import (
+    Curriculum,
+    Origins,
+    SeededPrompts,
+    open_prompt_source,
+    rollouts_for_a_pass,
+    validate_datasets,
+)
 from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.contracts import PromptSource
@@ -329,6 +336,30 @@ def test_every_dataset_has_its_share_in_every_stretch_of_prompts(open_source_of)
                 expected = (last - first) * weight / total
                 assert abs(drawn[first:last].count(name) - expected) < 2
     assert {name: drawn.count(name) for name in WEIGHTS} == {"math": 200, "code": 80, "chat": 20}
+
+
+@pytest.mark.parametrize("names", [tuple(WEIGHTS), ("code",)])
+def test_dataset_and_record_of_a_prompt_are_told_from_its_number_alone(tmp_path, open_source_of, names) -> None:
+    source, told = open_source_of(names), list[str]()
+    origins = Origins(config_of(tmp_path, names), told.append)
+    prompts = [source.draw(0) for _ in range(60)]
+    for prompt in prompts[::-1]:  # as in any order of finished groups
+        assert origins.dataset(prompt.prompt_id) == dataset_of(prompt)
+        assert origins.record(prompt) == source.record_of(prompt.prompt_id).source
+    assert told == []
+
+
+def test_records_of_files_that_are_others_now_are_not_named(tmp_path, open_source_of) -> None:
+    prompts = [source.draw(0) for source in [open_source_of()] for _ in range(40)]
+    write_jsonl(tmp_path / "code.jsonl", [{"prompt": "0", "answer": f"code {n}"} for n in range(3)])
+    (tmp_path / "chat.jsonl").unlink()
+    told = list[str]()
+    origins = Origins(config_of(tmp_path, tuple(WEIGHTS)), told.append)
+    named = {name: [origins.record(each) for each in prompts if dataset_of(each) == name] for name in WEIGHTS}
+    assert all(named["math"])
+    assert not named["code"][-1]
+    assert not any(named["chat"])
+    assert sorted(line.partition(": ")[0].partition("=")[0] for line in told) == ["code", "data.path"]
 
 
 def test_a_record_is_named_the_same_in_every_epoch_and_attempt_and_as_no_other(open_source_of) -> None:

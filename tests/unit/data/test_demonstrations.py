@@ -614,6 +614,19 @@ def test_answers_that_teach_nothing_are_counted(tmp_path: Path, read: Any) -> No
     assert open_demonstrations(config_of(tmp_path)).corpora[0].num_empty == 2
 
 
+def test_faulty_records_are_counted(tmp_path: Path) -> None:
+    chat = [message("user", "a"), message("assistant", "b")]
+    write_jsonl(
+        tmp_path / "d.jsonl", [{"messages": chat}] * 5 + [{"chat": chat}, {"messages": chat[:1]}, {"chat": chat}]
+    )
+    with pytest.raises(DataError) as refusal:
+        open_demonstrations(config_of(tmp_path))
+    first, second, count = str(refusal.value).replace(f"{tmp_path}/", "").splitlines()
+    assert first.startswith("d.jsonl:6: no field 'messages', which demonstrations.messages_field names")
+    assert first.endswith("legal: demonstrations.messages_field='chat' (2 of 8 records, also d.jsonl:8)")
+    assert (second.partition(": ")[0], count.partition(";")[0]) == ("d.jsonl:7", "3 of 8 records are faulty")
+
+
 def test_a_dataset_is_tokenised_once_and_again_when_it_or_what_was_kept_has_changed(
     tmp_path: Path, read: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,9 @@ from rlhpc.data.prompt_form import DialogueTemplate, PromptForm
 from rlhpc.data.prompts import SeededPrompts, open_prompts, validate_datasets
 from rlhpc.data.record_source import Record, read_records, reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.data.validation import refuse_bad_references
+from rlhpc.data.validation import FaultyRecords, refuse_bad_references
 from rlhpc.protocol.errors import CheckpointError, ConfigError, DataError
+from rlhpc.rewards.math_answer import check_math_answer
 from rlhpc.rewards.registry import reference_check
 
 
@@ -335,12 +336,53 @@ def test_after_its_time_references_are_only_looked_for():
     assert (
         refuse_bad_references(
             records(2, 2, 3), "answer", lambda _: "even", lambda _: even, most_s=2.0, clock=lambda: next(seconds)
-        )
+        ).num_checked
         == 2
     )
     with pytest.raises(DataError, match="no field 'solution'"):
         refuse_bad_references(records(2), "solution", lambda _: "even", lambda _: None)
-    assert refuse_bad_references(records(3), "answer", lambda _: "own:function", lambda _: None) == 0
+    assert refuse_bad_references(records(3), "answer", lambda _: "own:function", lambda _: None).num_checked == 0
+
+
+def test_faulty_records_are_counted_and_each_kind_is_named_once(tmp_path):
+    many = [{"question": f"{n}?", "answer": "2"} for n in range(50)]
+    for place in (7, 11, 30):
+        del many[place]["answer"]
+    with pytest.raises(DataError) as refusal:
+        validate_datasets(make_config(tmp_path, many))
+    said = str(refusal.value).replace(f"{tmp_path}/", "")
+    assert said.startswith("train.jsonl:8: no field 'answer', which data.reference_field names")
+    assert said.endswith(
+        "(3 of 50 records, also train.jsonl:12, train.jsonl:31); "
+        "`rlhpc data convert RUN.toml OUT --valid` leaves such records out"
+    )
+    many[40]["question"] = None
+    with pytest.raises(DataError) as refusal:
+        validate_datasets(make_config(tmp_path, many))
+    lines = str(refusal.value).replace(f"{tmp_path}/", "").splitlines()
+    assert lines[1].startswith("train.jsonl:41: field 'question' is null")
+    assert lines[2].startswith("4 of 50 records are faulty; ")
+
+
+def test_a_field_that_no_record_has_is_told_once_and_not_tried_in_all(tmp_path):
+    num_tried = 0
+
+    def make(record):
+        nonlocal num_tried
+        num_tried += 1
+        return record.text("no")
+
+    faulty = FaultyRecords()
+    with pytest.raises(DataError, match=r"^train\.jsonl:1: no field 'no', .* the record has 'answer'$"):
+        [faulty.tried(make, record) for record in records(*range(1000))]
+    assert num_tried == 100
+
+
+def test_a_doubtful_reference_is_counted_with_its_line(tmp_path):
+    config = make_config(tmp_path, [*sums(2), {"question": "1+1", "answer": "no idea"}])
+    (found,) = validate_datasets(config, lambda _: check_math_answer)
+    assert (found.num_references_doubted, found.num_references_checked) == (1, 3)
+    assert found.doubted_reference.endswith("train.jsonl:3: 'no idea' is words without a number")
 
 
 def test_every_dataset_is_checked_by_its_own_task(tmp_path):

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -80,6 +81,25 @@ def test_a_directory_without_datasets_says_what_it_holds(tmp_path):
         (tmp_path / f"{index:02d}.txt").touch()
     with pytest.raises(DataError, match=r"no file of \.jsonl, .*; .* holds 00\.txt, .* and 3 more"):
         read_records(tmp_path)
+
+
+def test_a_directory_of_configurations_of_a_hub_says_which_there_are(tmp_path):
+    for name in ("main", "socratic"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "train-00000-of-00001.jsonl", sums(1))
+    (tmp_path / "notes").mkdir()
+    legal = f"; legal: data.path={tmp_path}/main or {tmp_path}/socratic"
+    for split in ("", "train"):
+        with pytest.raises(DataError, match=re.escape(legal) + "$"):
+            read_records(tmp_path, split)
+
+
+def test_a_reference_of_verls_data_is_guessed():
+    record = Record({"prompt": [], "reward_model": {"ground_truth": "7", "style": "rule"}}, "d:1")
+    with pytest.raises(DataError, match=r"no field 'answer', .* \(did you mean reward_model\.ground_truth\?\)$"):
+        record.reference("answer")
+    with pytest.raises(DataError, match=r"'reward_model'$"):
+        record.text("answer")
 
 
 def test_fields_become_text_only_when_that_is_unambiguous_and_a_reference_may_be_a_structure() -> None:
@@ -202,7 +222,13 @@ def test_arrow_in_the_form_of_files_is_read_too(tmp_path: Path) -> None:
         ("a.csv", b"question,answer\n1,2\n3\n", r"a\.csv:3: 1 value; the first line names 2 columns"),
         ("a.csv", b"question,answer\n1,2,3\n", r"a\.csv:2: 3 values"),
         ("a.csv", b"question,question\n1,2\n", r"a\.csv:1: column 2 is called 'question'"),
-        ("a.csv", b"question,answer\n1,2\n3,\xff\n", r"a\.csv: not UTF-8 after line"),
+        ("a.csv", b"question,answer\n1,2\n3,\xff\n", r"a\.csv: after line 1: not UTF-8: .*iconv -f latin1 -t utf-8"),
+        ("a.csv", "question,answer\n1,2\n".encode("utf-16"), r"a\.csv: after line 1: UTF-16; legal: UTF-8 \(iconv"),
+        ("a.json", '[{"question": 1}]'.encode("utf-16"), r"a\.json: UTF-16; legal: UTF-8 \(iconv -f utf-16"),
+        ("a.json", '[{"question": 1}]'.encode("utf-16-be"), r"a\.json: UTF-16"),
+        ("a.jsonl", '{"question": 1}\n'.encode("utf-16"), r"a\.jsonl:1: UTF-16"),
+        ("a.jsonl", '{"question": 1}\n'.encode("utf-16-le"), r"a\.jsonl:1: UTF-16"),
+        ("a.jsonl", b'{"a": "b\n', r"a\.jsonl:1: malformed JSON: Unterminated string starting at column 7"),
         ("a.csv", b'question,answer\n1,"2\n', r"a\.csv:2: malformed"),
         (
             "a.csv",

@@ -84,7 +84,7 @@ from rlhpc.models.adapter import (
     peft_config,
     stored_matrices,
 )
-from rlhpc.protocol.errors import EXIT_CONFIG, CheckpointError, ConfigError, RunDirectoryError
+from rlhpc.protocol.errors import EXIT_CONFIG, CheckpointError, ConfigError, DataError, RunDirectoryError
 from rlhpc.training.checkpoint_directory import begin, complete
 from tests import build
 from tests.tiny_models import make_tiny_checkpoint
@@ -231,6 +231,8 @@ def test_of_a_run_on_several_datasets_one_says_how_its_kind_is_asked_and_judged(
         ConfigError, match=r"test.jsonl: belongs to none of the run's datasets; add data.name=NAME.*sums, essays"
     ):
         evaluation_config(target, data, [])
+    with pytest.raises(DataError, match=r"tset.jsonl does not exist; .*\(did you mean test.jsonl\?\)"):
+        evaluation_config(target, data.with_name("tset.jsonl"), [])
     with pytest.raises(ConfigError, match=r"data.name=all: no such dataset; .*legal: sums, essays"):
         evaluation_config(target, data, ["data.name=all"])
     like_sums = evaluation_config(target, data, ["data.name=sums"])

@@ -257,6 +257,17 @@ def test_a_run_that_was_started_is_looked_at_and_stopped_and_has_the_modules_of_
         rlhpc.start(config, overrides | {"data.path": "nothing.jsonl"}, resume=True)
 
 
+@pytest.mark.parametrize("task", ["__main__:judge", "both"])
+def test_a_reward_function_of_the_session_itself_is_refused_before_anything_is_started(tmp_path, monkeypatch, task):
+    monkeypatch.setattr(api, "child_command", None)
+    config = load_config(make_lab(tmp_path).run_file("own", run={"name": "own"}))
+    overrides = {"data.task": task, "run": {"directory": tmp_path / "runs" / "own"}}
+    if task == "both":
+        overrides["composite"] = {"both": {"tasks": {"own": "__main__:judge"}, "correct": "own"}}
+    with pytest.raises(ConfigError, match=r"__main__:judge'.*legal: judge in a module, mine\.py beside it"):
+        rlhpc.start(config, overrides)
+
+
 def _stands_in(monkeypatch: pytest.MonkeyPatch, program: str) -> list[list[str]]:
     """A program in place of the command; returns the words that it is given."""
     given: list[list[str]] = []

@@ -174,6 +174,24 @@ def test_what_is_asked_for_is_shown(text_run, selection, expected):
     assert [(seen.group_id, seen.sample_index) for seen in _seen(text_run, selection)] == expected
 
 
+def test_rollouts_say_of_which_dataset_and_record_they_are(tmp_path, capsys):
+    data = tmp_path / "sums.jsonl"
+    data.write_text('{"question": "3 + 4 =", "answer": "#### 7"}\n')
+    run = TextRun(tmp_path / "text", f"data.path={data}", "data.name=sums")
+    run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0)])
+    assert [(seen.dataset, seen.record) for seen in _seen(run, Selection(dataset="sums"))] == [
+        ("sums", f"{data}:1")
+    ] * 2
+    assert main(["rollouts", str(run.layout.root), "--dataset", "sums"]) == 0
+    assert f"(prompt 0 of sums, {data}:1)" in capsys.readouterr().out
+    assert main(["rollouts", str(run.layout.root), "--dataset", "sum"]) == EXIT_CONFIG
+    assert "dataset='sum': not a dataset of this run; legal: sums (did you mean sums?)" in capsys.readouterr().err
+    data.unlink()
+    (seen, _), told = RunRollouts(run.layout, tell=print).each(), capsys.readouterr().out
+    assert (seen.dataset, seen.record) == ("sums", "")
+    assert "sums.jsonl does not exist" in told + capsys.readouterr().out
+
+
 def test_a_sample_is_the_same_each_time_and_any_rollout_may_be_in_it(text_run):
     every = _seen(text_run)
     found = Counter[int]()

@@ -147,6 +147,71 @@ def test_convert_leaves_out_what_is_too_long_or_asked_before(said, tmp_path):
     assert not (tmp_path / "no.jsonl").exists()
 
 
+FAULTY = [
+    {"prompt": "a", "answer": "1"},
+    {"prompt": "b", "reply": "2"},
+    {"prompt": "c", "answer": "two"},
+    {"prompt": "d" * 60, "answer": "4"},
+    {"prompt": "e", "answer": "5"},
+]
+OF_FAULTY = ["--model", "model", "data.task=integer_arithmetic", "generation.max_prompt_tokens=40"]
+
+
+def test_what_a_run_would_refuse_is_left_out_of_a_conversion_and_named(said, tmp_path):
+    write_jsonl(tmp_path / "faulty.jsonl", FAULTY)
+    shown = said("convert", "faulty.jsonl", "good.jsonl", *OF_FAULTY, "--valid").splitlines()
+    assert [record.fields for record in read_records(tmp_path / "good.jsonl")] == [FAULTY[0], FAULTY[4]]
+    assert shown[:3] == ["good.jsonl: 2 records", "left out: 3", "of these 3 that a run refuses:"]
+    assert [line.strip().partition(": ")[0] for line in shown[3:]] == [f"faulty.jsonl:{n}" for n in (2, 3, 4)]
+    assert "tokens, too many" in shown[5]
+    none = ["data.reference_field=answers", "--valid"]
+    assert "no field 'answers'" in said("convert", "faulty.jsonl", "no.jsonl", *OF_FAULTY, *none, status=2)
+
+
+def test_stats_try_references_as_the_task_reads_them(said, tmp_path):
+    write_jsonl(tmp_path / "faulty.jsonl", [*FAULTY, {"prompt": "f", "answer": "no idea"}])
+    lines = said("stats", "faulty.jsonl", *OF_FAULTY).splitlines()
+    references = next(place for place, line in enumerate(lines) if line.startswith("references"))
+    assert lines[references].startswith("references  50.0% of records")
+    assert lines[references + 1] == "no references in 1 records:"
+    assert lines[references + 3] == "references that are refused in 2 records:"
+    assert "faulty.jsonl:3: field 'answer' (data.reference_field), for data.task='integer_arithmetic'" in lines[-3]
+    lines = said("stats", "faulty.jsonl", *OF_FAULTY, "data.task=math_answer").splitlines()
+    assert "references that are doubtful in 2 records:" in lines
+    assert "            faulty.jsonl:6: 'no idea' is words without a number" in lines
+
+
+@pytest.fixture
+def chats(said, tmp_path):
+    """A run file of supervised fine-tuning, of which one record is faulty."""
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat}] * 3 + [{"messages": chat[:1]}])
+    (tmp_path / "sft.toml").write_text(
+        "[run]\nname = 'taught'\n[model]\npath = 'model'\n[[demonstrations]]\npath = 'chats.jsonl'\n"
+        "[trainer]\ntoken_budget = 200\n"
+    )
+    return said
+
+
+def test_demonstrations_of_a_run_file_are_shown_as_they_are_learnt(chats, tmp_path):
+    lines = chats("head", "sft.toml", "-n", "1").splitlines()
+    assert re.fullmatch(r"chats\.jsonl:1  (\d+) tokens of 200; 2 of them, in «», are learnt", lines[0])
+    assert lines[1:] == ["  | <bos><turn>user: 1+1</turn>", "  | <turn>assistant: «2</turn>»", "4 records, 3 not shown"]
+    lines = chats("stats", "sft.toml", "sft.max_tokens=20").splitlines()
+    assert "no conversations in 1 records:" in lines
+    assert next(line for line in lines if line.startswith("too long")).startswith(
+        "too long    3 of more than 20 tokens"
+    )
+    assert lines[-1].startswith("learnt      6 tokens of ")
+    assert "no field 'chat', which demonstrations.messages_field names" in chats(
+        "head", "sft.toml", "demonstrations.messages_field=chat"
+    )
+    assert chats("convert", "sft.toml", "good.jsonl", "--valid").splitlines()[:2] == [
+        "good.jsonl: 3 records", "left out: 1"
+    ]  # fmt: skip
+    assert "demonstrations are those of a run file" in chats("head", "chats.jsonl", "demonstrations.split=a", status=2)
+
+
 def test_a_record_stays_on_its_side_when_others_are_added(said, tmp_path):
     many = [{"prompt": f"question {n}"} for n in range(200)]
     write_jsonl(tmp_path / "few.jsonl", many[:100])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhpc.protocol.types import Verdict
-from rlhpc.rewards.math_answer import integer_arithmetic, math_answer, verify
+from rlhpc.rewards.math_answer import check_math_answer, integer_arithmetic, math_answer, verify
 from rlhpc.rewards.math_values import PlainNumber, parse_plain_number
 from rlhpc.rewards.reasoning_gym_reference import EVALUATING, is_harmless
 from rlhpc.rewards.text_answer import braced, last_mark, last_marked_answer, last_tagged
@@ -330,3 +330,16 @@ def test_no_scorer_runs_the_program_that_an_answer_is(name, program, tmp_path):
     outcome = reasoning_gym(f"<answer>{program.format(str(tmp_path / 'mine'))}</answer>", reference)
     assert outcome.reward == 0.0
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("reference", ["no idea", "#### unknown", "The answer", '["4", "no idea"]'])
+def test_words_in_place_of_a_number_are_a_doubt(reference: str) -> None:
+    assert "is words without a number" in check_math_answer(reference)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["3 apples", "x + y", r"\text{Evelyn}", r"\sin x", "sqrt(x)", "true", "#### 12", "(A)", r"\frac{\pi}{2}"],
+)
+def test_mathematics_and_named_choices_are_no_doubt(reference: str) -> None:
+    assert check_math_answer(reference) == ""
