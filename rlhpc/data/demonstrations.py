@@ -207,6 +207,8 @@ class DemonstrationForm:
         if isinstance(value, str):
             with suppress(ValueError):
                 as_tools = json.loads(value)
+        if not as_tools:  # an empty cell, and null in JSON, as hubs store tools
+            return "[]"
         if not isinstance(as_tools, list) or not all(isinstance(each, dict) for each in as_tools):
             raise DataError(
                 f"{record.source}: field {name!r} (data.tools_field) is no list of JSON schemas; legal: "

@@ -275,7 +275,8 @@ def test_tools_of_a_record_are_told_where_the_template_tells_them(models: dict[s
         assert tokenizer.decode(learnt, keep_special_tokens=True) == "b<|im_end|>"
     assert made_of(tokenizer, {"messages": messages, "tools": tools})[0] == wanted  # as TRL reads the column
     plain = made_of(tokenizer, {"messages": messages})
-    assert made_of(tokenizer, {"messages": messages, "tools": None}) == plain
+    for nothing in (None, "", "null", "[]", []):
+        assert made_of(tokenizer, {"messages": messages, "tools": nothing}) == plain
     assert made_of(tokenizer, {"messages": messages, "tools": tools}, tools_field="") == plain
     with pytest.raises(DataError, match=r'field .tools. \(data\.tools_field\) is no list of JSON schemas; legal: .*""'):
         made_of(tokenizer, {"messages": messages, "tools": "f"})
