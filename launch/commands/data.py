@@ -79,7 +79,7 @@ class Source(Generic[Text]):
         raise NotImplementedError
 
     def refused(self) -> dict[int, str]:
-        """By place of the record: why a run refuses it, besides its length."""
+        """Reasons why a run refuses records, besides their length, by place of the record."""
         return self.texts()[1]
 
     def texts(self) -> tuple[dict[int, Text], dict[int, str]]:
@@ -348,7 +348,7 @@ def _kept(source: AnySource, options: argparse.Namespace) -> tuple[list[Record],
 def _within(
     source: AnySource, options: argparse.Namespace, given: Mapping[str, tuple[int | None, int | None]]
 ) -> tuple[list[Record], list[str]]:
-    """As _kept, with a model; given: bounds."""
+    """Records to write, and why others are refused, as of _kept; given: bounds."""
     texts, faults = source.texts()
     if options.valid:
         faults = dict(sorted(source.refused().items()))

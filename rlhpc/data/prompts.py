@@ -200,7 +200,7 @@ class SeededPrompts:
         return self._order.record_index(prompt_id)
 
     def records(self, epoch: int, first: int, last: int) -> NDArray[np.int64]:
-        """As SeededOrder.records."""
+        """Places [n] in the dataset of positions `first` to last − 1 of an epoch, as of SeededOrder."""
         return self._order.records(epoch, first, last)
 
     def state(self) -> dict[str, Any]:
