@@ -59,7 +59,7 @@ class Source(Generic[Text]):
         return False
 
     def text(self, record: Record) -> Text:
-        """What is made of a record.  Raises DataError.  Needs a model, as what follows does."""
+        """The prompt or conversation of a record.  Raises DataError.  Needs a model, as what follows does."""
         raise NotImplementedError
 
     def written(self, text: Text) -> str:

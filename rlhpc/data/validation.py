@@ -40,7 +40,7 @@ _SHOWN_CHARACTERS = 1000
 
 @dataclass(slots=True)
 class References:
-    """What the checks of tasks say of the references of a dataset."""
+    """Findings of the checks of tasks about the references of a dataset."""
 
     num_checked: int = 0
     refused: dict[int, str] = field(default_factory=dict)  # by place of the record: why, with its line
