@@ -281,7 +281,7 @@ FILES = (
     case("an Arrow that is none", data_file("train.arrow", b"ARROW1" * 9), "train.arrow", "Arrow"),
     case("a pointer of Git LFS", data_file("train.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n"), "train.parquet", "Git LFS"),
     case("JSON lines that are not UTF-8", data_file("train.jsonl", GOOD.replace("1+1=", "é").encode("latin-1")), "train.jsonl:1", "not UTF-8"),
-    case("UTF-16", data_file("train.jsonl", GOOD.encode("utf-16")), "train.jsonl:1", "not UTF-8"),
+    case("UTF-16", data_file("train.jsonl", GOOD.encode("utf-16")), "train.jsonl:1", "UTF-16; legal: UTF-8"),
     case("a JSON document that is a number", data_file("train.json", "42"), "train.json", "legal: an array of objects"),
     case("a JSON array of texts", data_file("train.json", '["1+1="]'), "train.json:1", "legal: an object"),
     case("CSV with semicolons", data_file("train.csv", "prompt;answer\n1+1=;2\n"), "train.csv:1", "semicolons", "legal: commas"),
