@@ -30,12 +30,14 @@ import numpy as np
 from launch.common.text import counted
 from rlhpc.agents.host import AgentProcesses
 from rlhpc.algorithms.estimators import has_reward_variance
+from rlhpc.base.own_tools import tool_name
 from rlhpc.base.processes import child_command, child_environment
+from rlhpc.base.user_code import is_import_path
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config.tables_services import LIBRARIES, is_code
 from rlhpc.data.files import dataset_files, read_rows
-from rlhpc.data.prompt_form import task_of
+from rlhpc.data.prompt_form import PromptForm, task_of
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -122,7 +124,7 @@ def try_own_code(config: Config) -> list[str]:
         _try_agent(config)
         said.append(f"agent       {config.agent.function}: its process starts, and it takes a record")
     trials = list(_trials(config))
-    has_environment = any(_is_theirs(dataset.environment) for dataset in config.data)
+    has_environment = any(_is_theirs(config, dataset.environment) for dataset in config.data)
     if not trials and not has_environment:
         return said
     try:
@@ -187,16 +189,20 @@ async def _judge(config: Config, trials: list[_Trial], *, with_environments: boo
             return said + [line for trial in _dialogues(config) for line in await _played(config, pool, trial)]
 
 
-def _is_theirs(environment: str) -> bool:
-    return ":" in environment or environment in LIBRARIES
+def _is_theirs(config: Config, environment: str) -> bool:
+    has_own_tools = environment == "tools" and any(map(is_import_path, config.environment.tools))
+    return is_import_path(environment) or environment in LIBRARIES or has_own_tools
 
 
 def _dialogues(config: Config) -> Iterator[_Trial]:
-    """The first record of each environment of the user, or of a library; `task` is the environment."""
+    """The first record of each environment of the user, of a library, or with tools of the user.
+
+    `task` is the environment.
+    """
     seen = set[str]()
     for dataset in config.data:
         name = dataset.environment
-        if name not in seen and _is_theirs(name):
+        if name not in seen and _is_theirs(config, name):
             seen.add(name)
             for record in _records(dataset):
                 yield _Trial(name, record, record.reference(WHOLE_RECORD))
@@ -230,6 +236,7 @@ async def _played(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
             if len(rounds) == 1:
                 doubts += [_slow(where, took_s, OWN_REWARD, config), _huge(where, turn.reward)]
     opening, answer, last = rounds[0]
+    doubts += _untold_tools(config, trial, pool.tools.get(trial.task, ()))
     doubts += _long_observations(config, trial, opening, answer)
     begins = f"begins with {counted(len(opening.messages), 'message')}"
     line = f"environment {trial.task}, tried on {trial.record.source}: {begins}, {last.reward:g} for {NO_ANSWER!r}"
@@ -268,6 +275,24 @@ def _refuse_empty_turn(trial: _Trial, turn: Turn, what: str) -> None:
             f"data.environment={trial.task!r}, tried on {trial.record.source}, {what}: a Step with no message, no "
             "reward and no end: the policy would go on as if it had said nothing; legal: messages for its next turn, "
             "or is_done=True"
+        )
+
+
+def _untold_tools(config: Config, trial: _Trial, offered: Sequence[str]) -> Iterator[str]:
+    """Warn of tools that an environment offers, and its prompts do not name."""
+    place = next(place for place, each in enumerate(config.data) if each.environment == trial.task)
+    unnamed = [name for name in offered if name not in map(tool_name, config.environment.tools)]
+    if unnamed:
+        tokenizer = PromptTokenizer.of(config.model)
+        limits = {"max_prompt_tokens": config.generation.max_tokens, "max_completion_tokens": 1}
+        form = PromptForm(config.data[place], tokenizer, **limits, dialogue=dialogue_template(config, tokenizer))
+        prompt, _ = form.text(trial.record)
+        unnamed = [name for name in unnamed if name not in prompt]
+    if unnamed:
+        yield (
+            f"warning     data.environment={trial.task!r}: the prompt names no {', '.join(unnamed)}, of its tools, and "
+            "the model learns of them from nobody; usual: environment.tools names their functions, as module:function, "
+            "for the chat template, or a system_prompt tells of them"
         )
 
 

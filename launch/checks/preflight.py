@@ -19,6 +19,7 @@ from launch.checks.model_files import read_model, refuse_other_vocabulary, refus
 from launch.checks.services import refuse_unfit_services
 from launch.checks.teachers import asked_teachers, refuse_unfit_teachers
 from launch.common.text import counted, printable_line
+from rlhpc.base.own_tools import schemas_of_tools, tool_name
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.base.user_code import look_up
 from rlhpc.config.rules import Config, supervised
@@ -156,7 +157,7 @@ def prompt_warnings(config: Config, tokenizer: PromptTokenizer, found: Sequence[
                 f"{data.prompt_template!r}), and the tokenizer writes a blank and the word behind it as one token: the "
                 "model begins in the middle of it; usual: no blank at the end"
             )
-        untold = [name for name in config.environment.tools if name not in summary.example]
+        untold = [name for name in map(tool_name, config.environment.tools) if name not in summary.example]
         if data.environment == "tools" and untold:
             yield (
                 f"environment.tools: the prompt names no {', '.join(untold)}: the chat template has no place for "
@@ -508,6 +509,7 @@ def _environments_are_there(config: Config) -> None:
     for dataset in config.data:
         if dataset.environment not in ("", AGENT):
             validate_environment(dataset.environment)
+    schemas_of_tools(config.environment.tools)
     if config.agent.function:
         look_up("agent.function", config.agent.function)
     if config.environment.corpus is not None:

@@ -161,10 +161,7 @@ def required_parameters(path: str) -> tuple[str, ...]:
 
 def _definition(path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The function in the source of its module; None if it is not found there."""
-    module, name = _parts(path)
-    package, *inner = module.split(".")
-    spec = importlib.util.find_spec(package)
-    source = _source_file(spec, inner) if spec is not None else None
+    source, name = source_of(path), _parts(path)[1]
     if source is None:
         return None
     nodes = ast.parse(source.read_bytes()).body
@@ -327,6 +324,13 @@ def _parts(path: str) -> tuple[str, str]:
     match = _IMPORT_PATH.fullmatch(path)
     assert match is not None, f"{path!r} is no import path"
     return match["module"], match["name"]
+
+
+def source_of(path: str) -> Path | None:
+    """The Python file of the module of an import path, found without importing it; None if there is none."""
+    package, *inner = _parts(path)[0].split(".")
+    spec = importlib.util.find_spec(package)
+    return _source_file(spec, inner) if spec is not None else None
 
 
 def _source_file(spec: ModuleSpec, inner: Sequence[str]) -> Path | None:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from rlhpc.base.user_code import is_import_path
+from rlhpc.base.own_tools import tool_name
+from rlhpc.base.user_code import did_you_mean, is_import_path
 from rlhpc.config.setting import (
     ANY_SIZE,
     ATTEMPTS,
@@ -38,6 +39,7 @@ from rlhpc.config.setting import (
     rule,
 )
 from rlhpc.config.tables import AGENT, AVERAGED, title_of
+from rlhpc.protocol.environment import TOOL_SCHEMAS
 
 if TYPE_CHECKING:
     from rlhpc.config.rules import Config
@@ -224,7 +226,13 @@ class AgentConfig(Section):
 
 
 LIBRARIES = ("gymnasium", "verifiers")  # environments of other packages, each with an extra of its name
-ToolName = Literal["calculator", "python", "search"]
+
+
+def _tool(value: str) -> str:
+    if value not in TOOL_SCHEMAS and not is_import_path(value):
+        hint = did_you_mean(value, TOOL_SCHEMAS)
+        raise ValueError(f"legal: {', '.join(TOOL_SCHEMAS)}, or package.module:function of your own{hint}")
+    return value
 
 
 CALL_ENDS = {  # of forms whose calls end with tags
@@ -243,8 +251,9 @@ class EnvironmentConfig(Section):
     max_turn_tokens: Annotated[Positive | None, USUAL_TOKENS] = None
     """Maximum tokens of one turn; none: what is left of max_completion_tokens, which also counts the environment's
     tokens."""
-    tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ()
-    """Tools of the environment "tools", described to the model by its chat template."""
+    tools: Annotated[tuple[Annotated[str, AfterValidator(_tool)], ...], Field(strict=False)] = ()
+    """Tools of the environment "tools", described to the model by its chat template: "calculator", "python", "search",
+    or package.module:function of your own, with type hints and a docstring."""
     call_form: Literal["hermes", "llama3", "qwen3_coder"] = "hermes"
     """How the model writes a call: "hermes", as Qwen3: <tool_call>{json}</tool_call>; "llama3": the turn is the call;
     "qwen3_coder", as Qwen3.5: <tool_call><function=…><parameter=…>…"""
@@ -281,11 +290,24 @@ class EnvironmentConfig(Section):
 
     @rule
     def tools_have_what_they_need(self, config: Config, key: Keys) -> Faults:
-        """`tools`, `corpus`: `data.environment` = `"tools"` needs tools, `"search"` a corpus, and vice versa."""
+        """`tools`, `corpus`: `data.environment` = `"tools"` needs tools, `"search"` a corpus, and vice versa; names of
+        tools differ.
+        """
         if not self.tools and any(dataset.environment == "tools" for dataset in config.data):
             yield f'data.environment="tools" needs {key}.tools, such as ["calculator"]'
         if ("search" in self.tools) != (self.corpus is not None):
             yield (f'{key.corpus} with {key.tools}: the tool "search" and the documents that it searches go together')
+        for name, tools in self._tools_by_name().items():
+            if len(tools) > 1:
+                yield f"{key.tools}: {' and '.join(map(repr, tools))} have one name for the policy; legal: another name"
+            elif name in TOOL_SCHEMAS and name not in tools:
+                yield f"{key.tools}: {tools[0]!r} has the name of a tool of rlhpc; legal: another name"
+
+    def _tools_by_name(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for tool in self.tools:
+            found.setdefault(tool_name(tool), []).append(tool)
+        return found
 
     @rule
     def calls_are_whole(self, config: Config, key: Keys) -> Faults:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhpc.base.own_tools import schemas_of_tools
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import WHOLE_RECORD
 from rlhpc.config.tables_algorithm import CurriculumConfig
@@ -35,7 +36,6 @@ from rlhpc.data.record_source import Record, made_records, records_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.data.validation import CheckOf, DatasetSummary, once, summarise
 from rlhpc.protocol.contracts import PromptSource, RecordName
-from rlhpc.protocol.environment import TOOL_SCHEMAS
 from rlhpc.protocol.errors import CheckpointError, DataError
 from rlhpc.protocol.types import Prompt
 
@@ -249,7 +249,7 @@ def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
 
 def dialogue_template(config: Config, tokenizer: PromptTokenizer) -> DialogueTemplate:
     """The chat template of a run's model, with the tools of its environments.  Raises ConfigError."""
-    return DialogueTemplate(tokenizer, [TOOL_SCHEMAS[name] for name in config.environment.tools])
+    return DialogueTemplate(tokenizer, schemas_of_tools(config.environment.tools))
 
 
 def seed_of_dataset(seed: int, place: int) -> int:

@@ -1,13 +1,14 @@
 """The environment "tools": a question is answered with the help of tools, in as many turns as it takes.
 
 A turn that calls tools gets their results, one message of role "tool" per call; a turn that calls none is the answer,
-which the dataset's task judges.  A malformed call, a call of an unknown tool, or one whose tool fails gets an error as
-its result: the policy may try again.
+which the dataset's task judges.  A malformed call, a call of an unknown tool or with arguments of other types, or one
+whose tool raises a ValueError gets an error as its result: the policy may try again.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import math
 import operator
@@ -22,10 +23,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from rlhpc.base.own_tools import OwnTool, load_tool, tool_name
+from rlhpc.base.user_code import is_import_path
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.protocol.environment import TOOL_SCHEMAS, Environment, Message, Step
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.code_place import failure, limits_of, place
+from rlhpc.rewards.outcomes import NoReward
 
 # ----------------------------------------------------------------------------------------------------------- calculator
 #
@@ -404,7 +408,9 @@ def _names_of(value: Any) -> set[str]:
 
 def _types(schema: Schema, key: str) -> frozenset[str]:
     """Names of the types that an argument may have; none if its schema does not say."""
-    return _types_in(_inside(schema, ("properties", key)), schema, _DEPTH)
+    types = _types_in(_inside(schema, ("properties", key)), schema, _DEPTH)
+    may_lack = bool(types) and _inside(schema, ("properties", key, "nullable")) is True  # transformers' word for null
+    return types | {"null"} if may_lack else types
 
 
 def _types_in(schema: Any, root: Schema, depth: int) -> frozenset[str]:
@@ -435,27 +441,44 @@ def _list(value: Any) -> list[Any]:
 
 # ---------------------------------------------------------------------------------------------------------------- tools
 
-Tool = Callable[[str], str]  # argument → result; raises ValueError with a message for the policy
+Tool = Callable[..., Any]  # raises ValueError with a message for the policy; may be async
 
 
 def open_tools(settings: EnvironmentConfig) -> dict[str, Tool]:
-    """The tools of a run by name.  Raises ConfigError for a corpus that cannot be read."""
+    """The tools of a run by name.  Raises ConfigError for a corpus that cannot be read, and for own ones that are none.
+
+    Those of the user take keyword arguments, the others a text.
+    """
 
     known: dict[str, Tool] = {"calculator": calculate, "python": run_python}
     if settings.corpus is not None:
         collection = open_collection(settings.corpus)
         known["search"] = lambda query: collection.found(query, settings.num_documents)
-    return {name: known[name] for name in settings.tools}
+    own = {each.name: each.function for each in own_tools(settings)}
+    return {tool_name(tool): (own if is_import_path(tool) else known)[tool_name(tool)] for tool in settings.tools}
+
+
+def own_tools(settings: EnvironmentConfig) -> list[OwnTool]:
+    """The user's tools of a run, imported.  Raises ConfigError."""
+    return [_own_tool(tool) for tool in settings.tools if is_import_path(tool)]
+
+
+_own_tool = cache(load_tool)  # each dialogue opens an environment
 
 
 class ToolEnvironment(Environment):
-    """Calls tools for the policy.  Subclass it for tools of your own: `tools` maps names to functions of a text."""
+    """Calls tools for the policy.
+
+    Subclass it for tools that know their dialogue: put a method in the place of a function of environment.tools, which
+    describes it.  `tools` maps names to callables; one that environment.tools does not name takes a text.
+    """
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
-        self.tools: Mapping[str, Tool] = open_tools(settings)
+        self.tools: dict[str, Tool] = open_tools(settings)
+        self._own = {each.name: each for each in own_tools(settings)}
         self._calls_in = FORMS[settings.call_form]
-        self._schemas = schemas_of([*TOOL_SCHEMAS.values()])
+        self._schemas = schemas_of([*TOOL_SCHEMAS.values(), *(each.schema for each in self._own.values())])
 
     @classmethod
     def open(cls, settings: EnvironmentConfig) -> Self:
@@ -471,19 +494,44 @@ class ToolEnvironment(Environment):
         calls = self._calls_in(completion, self._schemas)
         if not calls:
             return Step(is_done=True)
-        return Step(tuple({"role": "tool", "content": self._result(call)} for call in calls))
+        return Step([{"role": "tool", "content": self._cut(await self._result(call))} for call in calls])
 
-    def _result(self, call: Call | CallError) -> str:
+    def offered_tools(self) -> tuple[str, ...]:
+        """See Environment."""
+        return tuple(self.tools)
+
+    async def _result(self, call: Call | CallError) -> str:
         if isinstance(call, CallError):
             return f"error: {call.why}"
         if call.name not in self.tools:
             return f"error: there is no tool {call.name!r}; there are {', '.join(self.tools)}"
+        own, tool = self._own.get(call.name), self.tools[call.name]
         try:
-            result = self.tools[call.name](_argument(call))
+            result = tool(_argument(call)) if own is None else tool(**own.arguments(call.arguments))
+            return _text(call.name, await result if inspect.isawaitable(result) else result)
         except ValueError as error:
-            result = f"error: {error}"
+            return f"error: {error}"
+
+    def _cut(self, result: str) -> str:
         most = self.settings.max_result_characters
         return result if len(result) <= most else f"{result[:most]}… ({len(result) - most} more characters)"
+
+
+def _text(name: str, result: object) -> str:
+    """A text as it is, else JSON.  Raises NoReward for a value that JSON does not have."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False, default=_as_list)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NoReward(f"tool {name}: its result is neither a text nor a value in JSON: {error}") from error
+
+
+def _as_list(value: Any) -> Any:
+    """Of arrays and their numbers: numpy's, torch's."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a {type(value).__name__}")
+    return value.tolist()
 
 
 def _argument(call: Call) -> str:

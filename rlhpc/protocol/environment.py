@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # --------------------------------------------------------------------------------------------------------- tool schemas
 #
-# The tools of the environment "tools" as models see them: JSON schemas of functions, by name.
+# The built-in tools of the environment "tools" as models see them: JSON schemas of functions, by name.
 #
-# Chat templates write them into the prompt, in the words that a model knows.  What the tools do: rewards/environments/.
+# Chat templates write them into the prompt, in the words that a model knows.  What the tools do: environments/tools.py.
 
 
 def _function(name: str, description: str, argument: str, meaning: str) -> dict[str, Any]:
@@ -108,6 +108,10 @@ class Environment(ABC):
     async def finish(self) -> Step:
         """A limit ended the dialogue after the last step: return any remaining reward.  No more messages."""
         return Step()
+
+    def offered_tools(self) -> tuple[str, ...]:
+        """Names of the tools that a turn may call: `rlhpc check` warns of those that prompts do not name."""
+        return ()
 
     async def close(self) -> None:  # noqa: B027 - most have nothing to free
         """Free resources; not called if its process is killed."""

@@ -114,6 +114,7 @@ class EnvironmentHost:
         self._runner = asyncio.Runner()  # one loop for all: an environment may hold connections
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._classes: dict[str, type[Environment]] = {}
+        self.tools: dict[str, tuple[str, ...]] = {}  # by environment that was preloaded: names of those that it offers
 
     def answer(self, dialogue: DialogueRequest) -> Turn:
         """Take the last turn of a dialogue, or begin it.
@@ -132,7 +133,9 @@ class EnvironmentHost:
     def preload(self, name: str) -> None:
         """Import an environment and make one, which may read large files.  Raises ConfigError, or its exceptions."""
         self._classes[name] = resolve_environment(name, self._settings.arguments)
-        self._runner.run(self._classes[name].open(self._settings).close())
+        environment = self._classes[name].open(self._settings)
+        self.tools[name] = environment.offered_tools()
+        self._runner.run(environment.close())
 
     def close(self) -> None:
         """Close and drop all dialogues."""

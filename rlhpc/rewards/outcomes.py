@@ -600,6 +600,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
 
     error: str
     batched: tuple[str, ...] = ()  # its tasks whose function takes many completions at once
+    tools: dict[str, tuple[str, ...]] = {}  # by environment: names of those that it offers
 
 
 class JudgeRequest(msgspec.Struct, array_like=True, frozen=True, tag="judge"):

@@ -204,12 +204,12 @@ class WorkerProcess:
         """Process id, which is also that of its process group."""
         return self._process.pid
 
-    async def wait_until_ready(self, timeout_s: float) -> tuple[str, ...]:
-        """Wait until it has imported its reward functions; returns the batched tasks.  Raises WorkerLost."""
+    async def wait_until_ready(self, timeout_s: float) -> Ready:
+        """Wait until it has imported its reward functions and environments.  Raises WorkerLost."""
         ready = await self._receive(_READY, timeout_s)
         if ready.error:
             raise WorkerLost(f"worker cannot start: {ready.error}")
-        return ready.batched
+        return ready
 
     async def ask(self, request_frame: bytes, timeout_s: float) -> Replies | Turn:
         """Send an encoded JudgeRequest or DialogueRequest; return its answer.
@@ -321,6 +321,7 @@ class RewardPool:
         self._turns: Turns[WorkerProcess] = Turns()
         self._holders: dict[str, WorkerProcess] = {}  # by dialogue: the worker that has taken its turns so far
         self._batched: set[str] = set()  # tasks whose function takes many completions at once
+        self.tools: dict[str, tuple[str, ...]] = {}  # by environment: names of those that it offers
         self._batch_size = batch_size
         self._waiting: defaultdict[str, deque[_Asked]] = defaultdict(deque)  # for these tasks
         self._num_serving: defaultdict[str, int] = defaultdict(int)  # by task: number of _serving
@@ -552,10 +553,12 @@ class RewardPool:
         worker = await WorkerProcess.spawn(self._preload_tasks, self._memory_limit_bytes, self._environment)
         self._workers.add(worker)
         try:
-            self._batched.update(await worker.wait_until_ready(self._start_timeout_s))
+            ready = await worker.wait_until_ready(self._start_timeout_s)
         except WorkerLost:
             await self._discard(worker)
             raise
+        self._batched.update(ready.batched)
+        self.tools.update(ready.tools)
         self._turns.add(worker)
 
     def _replace_in_background(self, worker: WorkerProcess) -> None:

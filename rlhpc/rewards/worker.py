@@ -126,7 +126,7 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
         _send(replies, Ready(error=_describe(error, _places(*tasks))))
         return 1
     batched = tuple(task for task, function in functions.items() if isinstance(function, BatchedFunction))
-    _send(replies, Ready(error="", batched=batched))
+    _send(replies, Ready(error="", batched=batched, tools=host.tools if host is not None else {}))
     _serve(requests, replies, functions, host)
     return 0
 

@@ -278,6 +278,7 @@ class Sampling:
         self.num_handed_back = 0  # members of leases
         self._dialogues: dict[str, Dialogue] = {}  # by request id, of rollouts with several turns
         self._template: DialogueTemplate | None = None
+        self._templating = asyncio.Lock()
         self.agents = Agents(config, self._tokenizer)  # for the dialogues that agents begin
         self.teachers = Teachers(config, rendezvous)
         self._sampled: set[str] = set()  # request ids of rollouts that wait for a verdict or a teacher
@@ -445,16 +446,21 @@ class Sampling:
         if self._config.dataset_of(request.prompt.prompt_id).environment == AGENT:
             finished = await self._with_agent(request, admitted_version)
         else:
-            if self._template is None:
-                self._template = dialogue_template(self._config, self._tokenizer)
             environment = partial(self._environment_says, request)
-            finished = await self._talk(request, admitted_version, environment, self._template)
+            finished = await self._talk(request, admitted_version, environment, await self._dialogue_template())
         reply, rollout = finished.reply, finished.rollout
         if reply is None:
             return rollout, None
         verdict = Verdict(reply.verdict)
         parts, token_rewards = reply.reward_parts, finished.token_rewards
         return rollout, ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards, reply.failure)
+
+    async def _dialogue_template(self) -> DialogueTemplate:
+        """The template, made for the first rollout: in a thread, since a user's tools are imported for it."""
+        async with self._templating:
+            if self._template is None:
+                self._template = await asyncio.to_thread(dialogue_template, self._config, self._tokenizer)
+        return self._template
 
     async def _with_agent(self, request: RolloutRequest, admitted_version: int) -> FinishedDialogue:
         """Sample with an agent; one that fails is started again, like a verifier, and continues from its tokens."""

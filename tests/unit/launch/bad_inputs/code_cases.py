@@ -23,6 +23,15 @@ def game(*methods: str) -> Spoil:
     )
 
 
+def tools(source: str, *names: str) -> Spoil:
+    """Tools of the user's own, in a module that is this."""
+    return both(
+        CHAT, module(source, data={"environment": "tools", "use_chat_template": True}, environment={"tools": [*names]})
+    )
+
+
+SAYS = '    """Tell.\n\n    Args:\n        city: A city\n    """\n    return city\n'  # a tool's docstring and body
+
 REWARDS = (
     case("a module that is not there", key("data.task", "yours:judge"), "data.task='yours:judge'", "no module 'yours'", "PYTHONPATH"),
     case("a path for a module", key("data.task", "mine.py:judge"), "data.task='mine.py:judge'", "mine:judge"),
@@ -93,7 +102,17 @@ ENVIRONMENTS = (
     case("a module without its environment", both(CHAT, module("class Game: pass\n", data={"environment": "mine", "use_chat_template": True})), "data.environment='mine'", "did you mean mine:CLASS? its classes: Game)"),
     case("tools without a chat template", key("data.environment", "tools", environment__tools=["calculator"]), "data.environment='tools'", "legal: use_chat_template=true"),
     case("tools without tools", both(CHAT, key("data.environment", "tools", data__use_chat_template=True)), "environment.tools"),
-    case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools.0='browser'", "legal: 'calculator', 'python' or 'search'"),
+    case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools.0='browser'", "legal: calculator, python, search, or package.module:function of your own"),
+    case("a tool that is not there", tools(f"def wether(city: str):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", "mine.py has no 'weather'", "did you mean wether?"),
+    case("a tool as Python writes it", tools(f"def weather(city: str):\n{SAYS}", "mine.weather"), "environment.tools.0='mine.weather'", "did you mean mine:weather?"),
+    case("a tool with the name of another", tools(f"def search(city: str):\n{SAYS}", "mine:search"), "environment.tools=['mine:search']", "'mine:search' has the name of a tool of rlhpc; legal: another name"),
+    case("two tools of one name", tools(f"def weather(city: str):\n{SAYS}", "mine:weather", "yours:weather"), "environment.tools=['mine:weather', 'yours:weather']", "'mine:weather' and 'yours:weather' have one name"),
+    case("a tool with an error on import", tools(f"import no_such_package\ndef weather(city: str):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", "no_such_package", is_tried=True),
+    case("a tool without a docstring", tools("def weather(city: str): return city\n", "mine:weather"), "environment.tools='mine:weather'", "no docstring that says what it does (", "mine.py:1); legal: def f(", is_tried=True),
+    case("a tool without type hints", tools(f"def weather(city):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", "'city' has no type hint (", "mine.py:1); legal: def f(", is_tried=True),
+    case("a tool with a parameter that nobody describes", tools(f"def weather(town: str):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", 'no line "town: …" in a section "Args:"', is_tried=True),
+    case("a tool of types that JSON has not", tools(f"import datetime\ndef weather(city: datetime.date):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", "'city' has the type datetime.date", "it has str, int", is_tried=True),
+    case("a tool that is a class", tools(f"class weather:\n  def __call__(self, city: str):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", "weather is a class, not a function", is_tried=True),
     case("search without documents", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["search"])), "environment.corpus=None", "search"),
     case("documents that are not there", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["search"], environment__corpus="docs.jsonl")), "environment.corpus=", "docs.jsonl"),
     case("turns without an environment", key("environment.max_turns", 3), "environment.max_turns=3", "a data.environment"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.launch.bad_inputs.code_cases import DEF, MINE, game
+from tests.unit.launch.bad_inputs.code_cases import CHAT, DEF, MINE, SAYS, game, tools
 from tests.unit.launch.bad_inputs.desk import RECORDS, SITE, Desk, both, case, key, module, site, text
 
 
@@ -126,6 +126,8 @@ CODE = (
     case("an advantage that is 0 everywhere", module("def mine(rewards, lengths):\n    return 0 * rewards\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", "nothing would be learnt", is_tried=True),
     case("an advantage that is another one each time", module("import itertools\nNUMBERS = itertools.count()\ndef mine(rewards, lengths):\n    return next(NUMBERS) * (rewards - rewards.mean())\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", "twice", "usual: the same", is_tried=True),
     case("an environment that says something else each time", game("async def reset(self, record): return [{'role': 'user', 'content': next(NUMBERS)}]"), "data.environment='mine:Game' twice", "messages", "deterministic", is_tried=True),
+    case("tools that nothing describes", both(CHAT, module("from rlhpc.environments.tools import ToolEnvironment\nclass Game(ToolEnvironment):\n    def __init__(self, settings):\n        super().__init__(settings)\n        self.tools['weather'] = str.upper\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game': the prompt names no weather, of its tools", "usual: environment.tools names", is_tried=True),
+    case("own tools for which a template has no place", tools(f"def weather(city: str):\n{SAYS}", "mine:weather"), "environment.tools: the prompt names no weather: the chat template has no place for tools", is_tried=True),
     case("an environment whose answer is longer than a dialogue", game("async def step(self, completion): return Step([{'role': 'user', 'content': '1+' * 500}])"), "data.environment='mine:Game'", "step('I do not know.')", "tokens, and generation.max_completion_tokens=", "would end before the policy's next turn", is_tried=True),
     case("an environment whose opening is longer than a dialogue", game("async def reset(self, record): return [{'role': 'user', 'content': '1+' * 500}]"), "data.environment='mine:Game'", "reset(record)", "would end before the policy's next turn", is_tried=True),
     case("an environment whose rewards change", game("async def step(self, completion): return Step(reward=float(next(NUMBERS)), is_done=True)"), "data.environment='mine:Game' twice", "rewards", "deterministic", is_tried=True),
