@@ -228,11 +228,14 @@ class AgentConfig(Section):
 LIBRARIES = ("gymnasium", "verifiers")  # environments of other packages, each with an extra of its name
 
 
-def _tool(value: str) -> str:
-    if value not in TOOL_SCHEMAS and not is_import_path(value):
-        hint = did_you_mean(value, TOOL_SCHEMAS)
-        raise ValueError(f"legal: {', '.join(TOOL_SCHEMAS)}, or package.module:function of your own{hint}")
-    return value
+def _can_be_called(tools: tuple[str, ...]) -> tuple[str, ...]:
+    for tool in tools:
+        if tool not in TOOL_SCHEMAS and not is_import_path(tool):
+            hint = did_you_mean(tool, TOOL_SCHEMAS)
+            raise ValueError(
+                f"{tool!r} is no tool; legal: {', '.join(TOOL_SCHEMAS)}, or package.module:function of your own{hint}"
+            )
+    return tools
 
 
 CALL_ENDS = {  # of forms whose calls end with tags
@@ -251,7 +254,7 @@ class EnvironmentConfig(Section):
     max_turn_tokens: Annotated[Positive | None, USUAL_TOKENS] = None
     """Maximum tokens of one turn; none: what is left of max_completion_tokens, which also counts the environment's
     tokens."""
-    tools: Annotated[tuple[Annotated[str, AfterValidator(_tool)], ...], Field(strict=False)] = ()
+    tools: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_can_be_called)] = ()
     """Tools of the environment "tools", described to the model by its chat template: "calculator", "python", "search",
     or package.module:function of your own, with type hints and a docstring."""
     call_form: Literal["hermes", "llama3", "qwen3_coder"] = "hermes"

@@ -170,7 +170,7 @@ def test_prompts_and_their_checks_change_with_a_docstring(own_module, tmp_path):
     lengths = []
     for number in (1, 9):
         own_module(f"def f(a: int):\n{DOC.replace('Tell', 'Tell ' + 'more ' * number)}")
-        prompt = open_prompts(config).draw(0)
+        prompt = open_prompts(config).draw()
         text = PromptTokenizer(tmp_path / "model").decode(prompt.token_ids, keep_special_tokens=True)
         assert f"Tell {'more ' * number}" in text
         assert '"a": {"type": "integer", "description": "A"}' in text
