@@ -30,7 +30,6 @@ import numpy as np
 from launch.common.text import counted
 from rlhpc.agents.host import AgentProcesses
 from rlhpc.algorithms.estimators import has_reward_variance
-from rlhpc.base.own_tools import tool_name
 from rlhpc.base.processes import child_command, child_environment
 from rlhpc.base.user_code import is_import_path
 from rlhpc.config.rules import Config
@@ -41,6 +40,7 @@ from rlhpc.data.prompt_form import PromptForm, task_of
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.protocol.environment import tool_name
 from rlhpc.protocol.errors import ConfigError, RoleFailed
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.outcomes import INVALID, DialogueRequest, Turn

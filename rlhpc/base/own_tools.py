@@ -28,7 +28,7 @@ import msgspec
 
 from rlhpc.base.processes import child_command, child_environment
 from rlhpc.base.user_code import is_import_path, load, look_up, place_of, source_of
-from rlhpc.protocol.environment import TOOL_SCHEMAS
+from rlhpc.protocol.environment import TOOL_SCHEMAS, tool_name
 from rlhpc.protocol.errors import ConfigError
 
 KEY = "environment.tools"
@@ -36,11 +36,6 @@ _LEGAL = (
     'legal: def f(city: str, days: int = 1) -> str, with a docstring that says what it does and has a section "Args:" '
     'with a line "city: …" for each'
 )
-
-
-def tool_name(tool: str) -> str:
-    """The name that the policy calls a tool of the run file by."""
-    return tool.rpartition(":")[2]
 
 
 # ----------------------------------------------------------------------------------------------------------------- tool
@@ -257,7 +252,7 @@ def schemas_of_tools(tools: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _state_of(path: str) -> tuple[str, int, int]:
-    """What tells that the source of a function has changed, as in a notebook."""
+    """Path, size and time of the source of a function, which change with it, as in a notebook."""
     file = source_of(path)
     if file is None:
         return "", 0, 0

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from rlhpc.base.own_tools import tool_name
 from rlhpc.base.user_code import did_you_mean, is_import_path
 from rlhpc.config.setting import (
     ANY_SIZE,
@@ -39,7 +38,7 @@ from rlhpc.config.setting import (
     rule,
 )
 from rlhpc.config.tables import AGENT, AVERAGED, title_of
-from rlhpc.protocol.environment import TOOL_SCHEMAS
+from rlhpc.protocol.environment import TOOL_SCHEMAS, tool_name
 
 if TYPE_CHECKING:
     from rlhpc.config.rules import Config

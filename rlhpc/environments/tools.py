@@ -23,10 +23,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from rlhpc.base.own_tools import OwnTool, load_tool, tool_name
+from rlhpc.base.own_tools import OwnTool, load_tool
 from rlhpc.base.user_code import is_import_path
 from rlhpc.config.tables_services import EnvironmentConfig
-from rlhpc.protocol.environment import TOOL_SCHEMAS, Environment, Message, Step
+from rlhpc.protocol.environment import TOOL_SCHEMAS, Environment, Message, Step, tool_name
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.code_place import failure, limits_of, place
 from rlhpc.rewards.outcomes import NoReward
@@ -528,7 +528,7 @@ def _text(name: str, result: object) -> str:
 
 
 def _as_list(value: Any) -> Any:
-    """Of arrays and their numbers: numpy's, torch's."""
+    """Lists and numbers of arrays, numpy's and torch's."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"a {type(value).__name__}")
     return value.tolist()

@@ -55,6 +55,11 @@ TOOL_SCHEMAS: Mapping[str, dict[str, Any]] = MappingProxyType(
 )
 
 
+def tool_name(tool: str) -> str:
+    """The name by which the policy calls a tool of the run file: a built-in one, or package.module:function."""
+    return tool.rpartition(":")[2]
+
+
 # ---------------------------------------------------------------------------------------------------------- environment
 
 

@@ -25,8 +25,8 @@ ROLES = {"controller", "generator", "reward", "service", "trainer"}
 DOORS = {
     "zmq": {"rlhpc/transport"},
     "aiohttp": {"rlhpc/transport", "rlhpc/agents", "rlhpc/roles/generator"},
-    # rewards and generation speak to processes of their own, a generator to teachers.
-    "msgspec": {"rlhpc/transport", "rlhpc/rewards", "rlhpc/generation", "rlhpc/roles/generator"},
+    # rewards and generation speak to processes of their own, a generator to teachers; base types arguments of tools.
+    "msgspec": {"rlhpc/transport", "rlhpc/rewards", "rlhpc/generation", "rlhpc/roles/generator", "rlhpc/base"},
     "h5py": {"rlhpc/buffer"},
     "vllm": {"rlhpc/generation"},
     "tensorboard": {"rlhpc/metrics"},
