@@ -51,11 +51,12 @@ from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import AdapterForm, TensorSpec
 from rlhpc.training.backends import HeldParameters, merged
 from rlhpc.training.checkpoint_tensors import TensorSource
-from rlhpc.training.hf_model import CausalLM, is_as_on_disk, load_trained, named_on_disk, on_disk
+from rlhpc.training.hf_model import CausalLM, load_trained
 from rlhpc.training.layer_functions import expert_linear
 from rlhpc.training.logprob import all_ranks_agree
 from rlhpc.training.ranks import DTYPES
 from rlhpc.weights.four_bits import in_four_bits, unpacked
+from rlhpc.weights.hf_names import is_as_on_disk, named_on_disk, on_disk
 
 log = logging.getLogger("rlhpc.training")
 

@@ -164,13 +164,13 @@ def _projected(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def packed_convolution(
-    convolution: nn.Module, row: Tensor, activation: Callable[[Tensor], Tensor], segments: SegmentPlan
+    convolution: Any, row: Tensor, activation: Callable[[Tensor], Tensor], segments: SegmentPlan
 ) -> Tensor:
     """A causal convolution of each channel within each segment; row [T, channels] → the same.
 
     convolution: an nn.Conv1d that pads by its width − 1; called as a module, for whoever shards its weight.
     """
-    width: int = convolution.kernel_size[0]  # type: ignore[index, assignment]
+    width = convolution.kernel_size[0]
     plan = segments.derived(ConvolutionPlan.of, width)
     spread = row.new_zeros(plan.length, row.shape[1]).index_copy(0, plan.places, row)
     convolved: Tensor = convolution(spread.t()[None])[0].t()

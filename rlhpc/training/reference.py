@@ -22,12 +22,13 @@ from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
 from rlhpc.training.backends import HeldParameters, OptimizerBackend, ReplicatedBackend, WeightAverage
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint_tensors import Shard
-from rlhpc.training.hf_model import CausalLM, cast_parameters, named_on_disk, on_disk, sharded_on_disk
+from rlhpc.training.hf_model import CausalLM, cast_parameters, sharded_on_disk
 from rlhpc.training.logprob import FoundTokens, MetricSums, SoftTargets, on_device
 from rlhpc.training.lora import AdapterReference, Lora, load_policy
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
 from rlhpc.training.trainer_state import FlatAdamW, TrainerCheckpoint
+from rlhpc.weights.hf_names import named_on_disk, on_disk
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,11 @@ def name_of(parameter: str, stored: Container[str]) -> str:
     return parameter + _AS_IT_IS if is_as_it_is else parameter
 
 
+def is_as_on_disk(name: str) -> bool:
+    """Whether a parameter of this name holds all experts of a layer, in memory and on disk."""
+    return name.endswith(_AS_IT_IS)
+
+
 def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, view) of a parameter; `tensor` is the parameter, or a tensor of its shape."""
     return zip((each.name for each in on_disk(spec)), views_on_disk(spec.name, tensor), strict=True)

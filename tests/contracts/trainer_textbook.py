@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from rlhpc.algorithms.policy_loss import make_policy_loss
 from rlhpc.config.tables_algorithm import AlgorithmConfig
 from rlhpc.protocol.types import TensorSpec, TrainingSample
-from rlhpc.training.hf_model import on_disk, views_on_disk
 from rlhpc.training.logprob import token_row
+from rlhpc.weights.hf_names import on_disk, views_on_disk
 from tests.contracts.trainer_scenarios import STEP
 from tests.unit.training.packed_rows import clipped_surrogate, num_loss_tokens, pack_row
 

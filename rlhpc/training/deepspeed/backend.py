@@ -37,12 +37,13 @@ from rlhpc.training.deepspeed.engine import (
     frozen_items,
     own_frozen,
 )
-from rlhpc.training.hf_model import CausalLM, cast_parameters, named_on_disk, on_disk
+from rlhpc.training.hf_model import CausalLM, cast_parameters
 from rlhpc.training.logprob import FoundTokens, SoftTargets, all_ranks_agree, on_device
 from rlhpc.training.lora import AdapterReference, Lora, load_policy
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
 from rlhpc.training.trainer_state import TrainerCheckpoint
+from rlhpc.weights.hf_names import named_on_disk, on_disk
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,10 @@ from rlhpc.training.checkpoint_tensors import (
     gather_stream,
 )
 from rlhpc.training.factory import open_backend
-from rlhpc.training.hf_model import load_causal_lm, on_disk
+from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.ranks import RankContext
 from rlhpc.training.trainer_state import read_checkpoint, write_checkpoint
+from rlhpc.weights.hf_names import on_disk
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
     LiveBytes,

@@ -26,17 +26,10 @@ from rlhpc.models.shape import ModelShape
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training import hf_model
-from rlhpc.training.hf_model import (
-    PACKED_ATTENTION,
-    cast_parameters,
-    load_causal_lm,
-    name_as_stored,
-    name_of,
-    on_disk,
-    views_on_disk,
-)
+from rlhpc.training.hf_model import PACKED_ATTENTION, cast_parameters, load_causal_lm, name_as_stored
 from rlhpc.training.logprob import head_logprobs
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
+from rlhpc.weights.hf_names import name_of, on_disk, views_on_disk
 from tests.tiny_models import FAMILIES, NUM_EXPERTS, make_tiny_checkpoint
 from tests.unit.launch.public_models import ODD_CONFIGS
 from tests.unit.training.packed_rows import gradients_of_packed, gradients_of_plain, logprobs_of_packed

@@ -26,7 +26,6 @@ from rlhpc.models.shape import FAMILIES, ModelShape, ParallelLayout
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.checkpoint_tensors import TensorSource, gather_stream
-from rlhpc.training.hf_model import on_disk
 from rlhpc.training.megatron.backend import close_groups, open_groups
 from rlhpc.training.megatron.hf_layout import (
     ParameterMap,
@@ -50,6 +49,7 @@ from rlhpc.training.megatron.hf_weights import (
 from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
 from rlhpc.weights.buckets import buckets_of, make_manifest, manifest_bytes
+from rlhpc.weights.hf_names import on_disk
 from tests.tiny_models import NUM_EXPERTS, make_tiny_checkpoint, pack_experts
 from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, RECIPES
 from tests.unit.training.megatron.policy_ranks import share_of
