@@ -34,9 +34,8 @@ OTHERS = ("mistral", "olmo3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v2",
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # a Gated DeltaNet in every layer but each second
 WRAPPED = ("qwen3_5", "qwen3_5_moe")  # the last two inside a model that also sees; the mixture's experts stacked
 FAMILIES = PLAIN + OTHERS + HYBRIDS + WRAPPED
-# Whose tiny models vLLM 0.32 serves on a CPU in float32 as transformers does.  Of DeepSeek V2's its core dies of an
-# assertion, of GLM's the answers are others (0.1 nats on average), OLMo 3 has not been tried.
-SERVED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3")
+# Whose tiny models vLLM 0.32 serves on a CPU in float32 as transformers does.  OLMo 3 has not been tried.
+SERVED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # All others can share head and embedding, and do by default.
 UNTIED = ("olmo3", "mistral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next")
 NUM_EXPERTS = 8
@@ -188,6 +187,7 @@ def _particular_to(family: str, hidden: int, layers: int, heads: int) -> dict[st
         "gpt_oss": windows | {"head_dim": 32, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2,
                               "rope_parameters": YARN | {"truncate": False}},
         "deepseek_v2": latent | {"q_lora_rank": None, "first_k_dense_replace": 1, "norm_topk_prob": False,
+                                 "n_group": 1, "topk_group": 1,
                                  "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
         "deepseek_v3": latent | {"q_lora_rank": 32, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
                                  "topk_method": "noaux_tc", "scoring_func": "sigmoid",

@@ -22,7 +22,7 @@ from rlhpc.data.tokenizer import Decode, no_text
 from rlhpc.generation.engine import ABORT_ALL_S, Engine, held_adapters, in_our_errors, refuse_weights_it_would_make_up
 from rlhpc.generation.running_core import CoreRequest, RunningCore, device_here
 from rlhpc.generation.vllm_start import engine_profile, start_vllm, stop_vllm
-from rlhpc.models.weights import is_mxfp4, object_in, weight_files
+from rlhpc.models.weights import object_in, weight_files
 from rlhpc.protocol.contracts import Clock, PoolingEngine
 from rlhpc.protocol.errors import ConfigError, EngineError
 from rlhpc.protocol.types import Float32, Int32
@@ -60,7 +60,7 @@ class VllmEngine(Engine):
         adapted = adapters.modules if adapters is not None else ()
         profile = engine_profile(
             config, seed=seed, device=device_here(), is_apart=is_apart, adapted=adapted, num_adapters=num_adapters,
-            is_mxfp4=is_mxfp4(object_in(config.model.path / "config.json")),
+            model=object_in(config.model.path / "config.json"),
         )  # fmt: skip
         core, processes = start_vllm(profile)
         engine = cls(core, partial(stop_vllm, core, processes), config, clock, decode)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from rlhpc.generation.running_core import RunningCore, device_here
 from rlhpc.generation.text_models import text_args
 from rlhpc.generation.vllm_core import CoreProcesses, VllmSteps
 from rlhpc.models.adapter import projection_of, room_for
+from rlhpc.models.weights import is_mxfp4
 from rlhpc.protocol.errors import EngineError
 
 # ------------------------------------------------------------------------------------------------------- engine profile
@@ -95,11 +97,11 @@ def engine_profile(
     is_apart: bool = False,
     adapted: Iterable[str] = (),
     num_adapters: int = 1,
-    is_mxfp4: bool = False,
+    model: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineProfile:
     """The profile of one replica.  device: "cpu" or "cuda".  is_apart: in processes of its own on any device.
 
-    adapted: modules with adapters, of which it holds num_adapters at once.  is_mxfp4: so is the checkpoint.
+    adapted: modules with adapters, of which it holds num_adapters at once.  model: content of config.json.
     Raises EngineError if run.deterministic=true is impossible on the device.
     """
     is_cpu = device == "cpu"
@@ -120,7 +122,10 @@ def engine_profile(
         engine_args |= _adapter_args(config, names, num_adapters)
         if config.lora.quantization != "off":
             engine_args["load_format"] = FOUR_BITS
-    if is_mxfp4:
+    if is_cpu and model.get("kv_lora_rank"):
+        # vLLM's kernel for CPUs turns the wrong numbers of queries that are a part of each head, as beside latents.
+        engine_args["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    if is_mxfp4(model):
         engine_args["load_format"] = MXFP4
         engine_args["hf_overrides"] = {**engine_args["hf_overrides"], "quantization_config": None}
     return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)

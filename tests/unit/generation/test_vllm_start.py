@@ -118,6 +118,16 @@ def test_on_cpu_a_prompt_whose_sample_has_a_seed_is_never_split_over_steps(key: 
         assert "enable_chunked_prefill" not in engine_profile(seeded, seed=7, device="cuda").engine_args
 
 
+def test_on_cpu_the_heads_of_models_with_latents_are_turned_by_pytorch() -> None:
+    for device, model, is_so in (
+        ("cpu", {"kv_lora_rank": 512}, True),
+        ("cuda", {"kv_lora_rank": 512}, False),
+        ("cpu", {}, False),
+    ):
+        arguments = engine_profile(config_with(), seed=7, device=device, model=model).engine_args
+        assert ("compilation_config" in arguments) is is_so
+
+
 def test_on_cuda_memory_is_taken_by_share_and_graphs_are_captured() -> None:
     profile = engine_profile(config_with(gpu_memory_utilization=0.4, tensor_parallel=2), seed=7, device="cuda")
     assert (
