@@ -265,9 +265,11 @@ def _told(paths: tuple[str, ...], _states: tuple[tuple[str, int, int], ...]) -> 
     """Schemas as JSON, by path."""
     value = f"{KEY}={', '.join(map(repr, paths))}"
     try:
+        # A compiled file knows the second of its source's last change: what is edited twice in it would stay as it was.
+        environment = child_environment(PYTHONDONTWRITEBYTECODE="1")
         done = subprocess.run(
             child_command("rlhpc.base.own_tools", *paths), capture_output=True, text=True, errors="replace",
-            env=child_environment(), timeout=_MOST_S, check=False, stdin=subprocess.DEVNULL,
+            env=environment, timeout=_MOST_S, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{value}: importing them has not ended within {_MOST_S:g} s") from error

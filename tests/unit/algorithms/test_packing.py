@@ -243,7 +243,8 @@ def test_every_row_keeps_the_promises_of_its_type(lengths: list[tuple[int, int]]
         arrays = [getattr(row, name) for name in row.__slots__]
         dtypes = [array.dtype for array in arrays[:8]]
         assert dtypes == [np.int32, np.int32, np.int32, np.bool_, np.float32, np.float32, np.int32, np.float32]
-        assert arrays[8:] == [None] * 3  # of a teacher
+        assert arrays[8:11] == [None] * 3  # of a teacher
+        assert arrays[11:] == [()]  # routes
         assert len(row.loss_weights) == len(row.cu_seqlens) - 1
 
 

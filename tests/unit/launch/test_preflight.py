@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, Olmo2Config
 
 from launch.checks.bias import unusual
 from launch.checks.model_files import other_tokens, refuse_made_up_tensors
@@ -404,7 +404,7 @@ def test_a_tokenizer_that_the_library_does_not_load_is_told(tmp_path):
 @pytest.mark.starts
 def test_a_tensor_that_the_library_would_make_up_is_refused_in_any_family(tmp_path):
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = MistralConfig(**sizes, num_key_value_heads=2, intermediate_size=64)
+    config = Olmo2Config(**sizes, num_key_value_heads=2, intermediate_size=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     document = json.loads((tmp_path / "config.json").read_text())
     refuse_made_up_tensors(tmp_path, document)

@@ -95,9 +95,12 @@ def test_arrays_that_may_not_be_written_to_are_taken_as_they_are(model, recwarn)
         pack_row([with_top_tokens(sample, 2, 20) for sample in draw_samples((20, 37, 8, 33))]),
         teacher_logprobs=np.zeros(num_tokens, np.float32),
     )
-    frozen = replace(row, **{field.name: getattr(row, field.name).copy() for field in fields(row)})
-    for field in fields(frozen):
-        getattr(frozen, field.name).setflags(write=False)
+    held = {field.name: getattr(row, field.name) for field in fields(row)}
+    arrays = {name: each.copy() for name, each in held.items() if isinstance(each, np.ndarray)}
+    for each in arrays.values():
+        each.setflags(write=False)
+    assert held.keys() - arrays.keys() == {"routes"}
+    frozen = replace(row, **arrays)
     assert train(open_one(model), [frozen]) == train(open_one(model), [row])
     assert not [warning for warning in recwarn if "writable" in str(warning.message)]
 
