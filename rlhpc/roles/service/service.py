@@ -22,6 +22,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -115,7 +116,7 @@ class ServiceEndpoint:
         self._context, self._model, self._leave_s, self._pulse_s = context, model, leave_s, pulse_s
         self._key = "sk-" + secrets.token_hex(32)
         self._num_asked = self._num_answered = self._num_refused = 0
-        self._is_leaving = False
+        self._is_leaving, self._publishing = False, threading.Lock()
         self._is_idle = asyncio.Event()
         self._death: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         self._server = HttpServer(
@@ -156,11 +157,18 @@ class ServiceEndpoint:
         """Publish the address, in place of an earlier incarnation's."""
         address, directory = self.address, self._context.layout.rendezvous
         assert address is not None, "publish() before open()"
-        await patiently_aside(lambda: publish_address(directory, address), directory)
+
+        def publish() -> None:
+            with self._publishing:  # in a thread that goes on if its caller is cancelled
+                if not self._is_leaving:
+                    publish_address(directory, address)
+
+        await patiently_aside(publish, directory)
 
     async def leave(self) -> None:
         """Refuse requests from now on, let those under way end for at most leave_s, and close.  Idempotent."""
-        self._is_leaving = True
+        with self._publishing:
+            self._is_leaving = True
         if self.address is not None:
             withdraw_address(self._context.layout.rendezvous, self.address)
             self.address = None

@@ -7,6 +7,8 @@ import dataclasses
 import io
 import json
 import math
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from rlhpc.roles.service import models, service
 from rlhpc.roles.service.models import start_model
 from rlhpc.roles.service.service import MAX_REQUEST_BYTES, ServiceEndpoint, own_service
 from rlhpc.transport import http_server
-from rlhpc.transport.service_address import addresses_of
+from rlhpc.transport.service_address import addresses_of, publish_address
 from tests import build
 from tests.engines.memory_channel import MemoryServer
 from tests.engines.scripted_engine import ScriptedEngine
@@ -480,6 +482,29 @@ async def test_each_start_has_an_address_and_a_key_of_its_own_and_takes_no_later
             (address,) = addresses_of(second.endpoint._context.layout.rendezvous, "helper")
             assert address.url == second.url
         assert addresses_of(first.endpoint._context.layout.rendezvous, "helper") == []
+
+
+async def test_an_address_that_is_being_written_when_its_service_leaves_is_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new controller has the address written again, in a thread that outlives the task that has asked for it."""
+    is_writing, is_written = threading.Event(), threading.Event()
+
+    def slowly(*given: Any) -> None:
+        is_writing.set()
+        time.sleep(0.3)
+        publish_address(*given)
+        is_written.set()
+
+    make_model(tmp_path / "model")
+    async with client_of(context_of(tmp_path, "teacher")) as client:
+        monkeypatch.setattr(service, "publish_address", slowly)
+        publishing = asyncio.create_task(client.endpoint.publish())
+        await asyncio.to_thread(is_writing.wait, PATIENCE_S)
+        publishing.cancel()
+        await client.endpoint.leave()
+        await asyncio.to_thread(is_written.wait, PATIENCE_S)
+        assert addresses_of(client.endpoint._context.layout.rendezvous, "helper") == []
 
 
 async def test_a_service_says_hello_again_as_often_as_it_is_asked_to_and_stops_when_told(tmp_path: Path) -> None:
