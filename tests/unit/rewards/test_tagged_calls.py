@@ -121,6 +121,14 @@ def test_a_value_has_the_type_of_its_schema(schema: dict[str, Any], text: str, v
     assert type(call.arguments["key"]) is type(value)
 
 
+def test_a_text_without_its_end_takes_no_other_parameter_in() -> None:
+    tools = schemas_of([tool("f", first={"type": "string"}, second={"type": "string"})])
+    turn = "<tool_call><function=f><parameter=first>a<parameter=second>b</parameter></function></tool_call>"
+    (found,) = qwen3_coder_calls(turn, tools)
+    assert isinstance(found, CallError)
+    assert found.why == "f: the parameter 'first' is without </parameter>"
+
+
 @pytest.mark.parametrize("tools", [[{}], [{"function": 3}], [{"name": ["f"], "parameters": {}}], [{"name": "f"}]])
 def test_tools_that_say_nothing_of_their_arguments_take_texts(tools: list[dict[str, Any]]) -> None:
     turn = "<tool_call><function=f><parameter=key>7</parameter></function></tool_call>"  # without a line for each tag
