@@ -34,7 +34,8 @@ OTHERS = ("mistral", "olmo3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v2",
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # a Gated DeltaNet in every layer but each second
 WRAPPED = ("qwen3_5", "qwen3_5_moe")  # the last two inside a model that also sees; the mixture's experts stacked
 FAMILIES = PLAIN + OTHERS + HYBRIDS + WRAPPED
-# Whose tiny models vLLM 0.32 serves on a CPU in float32 as transformers does.  OLMo 3 has not been tried.
+# Whose tiny models vLLM 0.32 serves on a CPU in float32 as transformers does.  For OLMo 3 it changes
+# transformers' own class, so that engine and trainer are in processes of their own: test_families_run.py.
 SERVED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # All others can share head and embedding, and do by default.
 UNTIED = ("olmo3", "mistral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next")

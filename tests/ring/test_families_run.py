@@ -28,7 +28,7 @@ EVERY_TIME = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_5")  # the others are l
         pytest.param(
             family, ("trainer", "generator")[index % 2], marks=() if family in EVERY_TIME else pytest.mark.soak
         )
-        for index, family in enumerate((*SERVED, *HYBRID))
+        for index, family in enumerate((*SERVED, "olmo3", *HYBRID))
     ],
 )
 def test_twenty_steps_with_a_kill_in_the_middle_are_trained_once_each_and_the_audit_is_clean(
