@@ -4,7 +4,7 @@ Input: top-k ids at each router, and the cache's slots of a step's tokens.  Outp
 has ended.  On CPU, where vLLM's model runner fills no routed_experts of its own (on CUDA it does: vllm_core.py).
 
 A token's ids stand where its keys and values stand: whoever shares a cached prompt has the ids of the request that
-computed it.  A request that is pre-empted computes its tokens again, perhaps under new weights: its ids until then are
+computed it.  A request that is preempted computes its tokens again, perhaps under new weights: its ids until then are
 set aside, so that every token keeps those with which the token after it was sampled.
 Guarantees: the ids of a request that has ended are kept until they are taken, or as many others have ended since as the
 engine runs at once, twice; a place that was not recorded is never guessed.
@@ -37,7 +37,7 @@ class RouteRecord:
         self._step: list[Tensor | None] = [None] * len(self._routers)  # ids [n, k] of the step under way
         self._slots: Ids | None = None  # of each slot of the cache, one more than the ids, 0: not recorded
         self._num_known: dict[str, int] = {}  # recorded tokens of each running request
-        self._before: dict[str, Ids] = {}  # those of requests that were pre-empted since
+        self._before: dict[str, Ids] = {}  # those of requests that were preempted since
         self._ended: dict[str, Ids] = {}  # of requests whose ids were not taken yet, in the order of their ends
         self._most_ended = 2 * model_runner.vllm_config.scheduler_config.max_num_seqs
         for place, router in enumerate(self._routers):
@@ -70,7 +70,7 @@ class RouteRecord:
         self._step[place] = ids
 
     def _before_step(self, scheduler_output: Any) -> None:
-        """Set aside what the step may overwrite: slots of requests that have ended or were pre-empted."""
+        """Set aside what the step may overwrite: slots of requests that have ended or were preempted."""
         for request_id in scheduler_output.finished_req_ids:
             if request_id in self._num_known:
                 self._end(request_id)
@@ -101,7 +101,7 @@ class RouteRecord:
             self._num_known[request_id] = self._runner.requests[request_id].num_computed_tokens + number
 
     def _ids_of(self, request_id: str) -> Ids:
-        """Ids of a request that the model runner still knows; those of before it was pre-empted stay."""
+        """Ids of a request that the model runner still knows; those of before it was preempted stay."""
         blocks = np.asarray(self._runner.requests[request_id].block_ids[self._group], np.int64)
         places = np.arange(self._num_known[request_id])
         assert self._slots is not None
