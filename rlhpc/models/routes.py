@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from zlib_ng import zlib_ng
 
+from rlhpc.models.shape import TEXT, num_experts
 from rlhpc.models.weights import object_in
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import Routes
@@ -45,9 +46,9 @@ class MixtureForm:
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> MixtureForm | None:
         """Read config.json; None: a dense model.  Raises ConfigError for more experts than routes can name."""
-        inner = model.get("text_config")
+        inner = model.get(TEXT)
         text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else model
-        experts = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 0)
+        experts = num_experts(text) or int(text.get("moe_num_experts") or 0)
         top_k = int(text.get("num_experts_per_tok") or text.get("experts_per_token") or 0)
         layers = tuple(layer for layer in range(int(text.get("num_hidden_layers") or 0)) if _is_mixture(text, layer))
         if not (experts and top_k and layers):
@@ -127,7 +128,6 @@ def fault_of(routes: Routes, num_tokens: int) -> str:
 
 
 # transformers 4 and 5 and the families have different names for the same number.
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _is_mixture(model: Mapping[str, Any], layer: int) -> bool:
