@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,19 +22,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from rlhpc.agents.host import AgentProcesses, Ended
-from rlhpc.agents.openai_format import (
-    AgentRequest,
-    AgentTurn,
-    SamplingSettings,
-    chunks,
-    completion,
-    event,
-    read_request,
-    read_text_request,
-    text_chunks,
-    text_completion,
-)
+from rlhpc.agents.openai_format import CHAT, TEXT
 from rlhpc.agents.session import AgentSession, Judge, SessionRules, last_line, outcome_of
+from rlhpc.agents.turns import Form, SamplingSettings, event
 from rlhpc.base.host_address import host_address
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT
@@ -59,9 +49,6 @@ from rlhpc.transport.http_server import HttpServer, Refused, has_bearer, read_js
 
 log = logging.getLogger("rlhpc.agents")
 LOOPBACK = "127.0.0.1"
-_Read = Callable[[object, SamplingSettings], AgentRequest]
-_Whole = Callable[[str, AgentTurn, AgentRequest], dict[str, Any]]
-_Pieces = Callable[[str, AgentTurn, AgentRequest], Iterator[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +68,8 @@ class AgentServer:
         self._server = HttpServer(
             log, is_allowed=self._is_allowed, max_request_bytes=max_request_bytes, limit="agent.max_request_bytes"
         )
-        self._server.post("/{session}/v1/chat/completions", self._complete)
-        self._server.post("/{session}/v1/completions", self._complete_text)
+        self._server.post("/{session}/v1/chat/completions", partial(self._answer, CHAT))
+        self._server.post("/{session}/v1/completions", partial(self._answer, TEXT))
         self._server.post("/{session}/v1/reward", self._reward)
         self._server.get("/{session}/v1/models", self._models)
 
@@ -131,24 +118,17 @@ class AgentServer:
             raise Refused("the session is over", status=410, code="session_over")
         return session
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, read_request, completion, chunks)
-
-    async def _complete_text(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, read_text_request, text_completion, text_chunks)
-
-    async def _answered(self, request: web.Request, read: _Read, whole: _Whole, pieces: _Pieces) -> web.StreamResponse:
+    async def _answer(self, form: Form, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read(await read_json(request), self._run)
+        asked = form.read(await read_json(request), self._run)
         turn = await session.ask(asked)
         if not asked.is_streamed:
-            return web.json_response(whole(session.name, turn, asked))
+            return web.json_response(form.whole(session.name, turn, asked))
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await stream.prepare(request)
-        for chunk in pieces(session.name, turn, asked):
-            await stream.write(event(chunk))
-        await stream.write(event(None))
-        await stream.write_eof()
+        for piece in form.pieces(session.name, turn, asked):
+            await stream.write(event(piece))
+        await stream.write_eof(form.ending)
         return stream
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:

@@ -1,29 +1,42 @@
-"""Parse a chat completion request; refuse parameters that would be ignored or make log-probabilities wrong.
+"""Chat and text completions as in OpenAI's API; platform.openai.com/docs/api-reference/chat/create.
 
-Input: JSON as in OpenAI's API (platform.openai.com/docs/api-reference/chat/create).  Output: AgentRequest; Refused,
-with a status and a message for people.  All rollouts of a run are sampled alike (docs/design.md, assumptions): a
-temperature other than the run's, or a truncated distribution (top_p, …), is refused.
+Input: JSON of a request.  Output: AgentRequest; Refused, with a status and a message for people.  Then, of a turn: one
+object, or a stream of chunks with all of its text in one.
+
+Thoughts stay in the content, where clients that know of none send them back; with separate_reasoning (a key of other
+servers, too) they are reasoning_content beside it.  Both ways they may come back either way.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from rlhpc.environments.tools import FORMS, Call, schemas_of
+from rlhpc.agents.turns import (
+    AgentRequest,
+    AgentTurn,
+    Fixed,
+    Form,
+    Message,
+    SamplingSettings,
+    arguments_in_json,
+    assistant_message,
+    call_of,
+    list_of,
+    object_of,
+    refuse_other_distributions,
+    smallest_limit,
+    text_of,
+)
 from rlhpc.protocol.environment import ROLES
 from rlhpc.transport.http_server import Refused
 
 # ------------------------------------------------------------------------------------------------------------- requests
 
-Message = Mapping[str, Any]  # normalised: content is text, calls have parsed arguments
-
-# Keys that change the sampling distribution, with the only values that leave it unchanged.
-_FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+_FIXED: Fixed = MappingProxyType(
     {
         "n": (1,),
         "top_p": (1,),
@@ -37,122 +50,51 @@ _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "tool_choice": ("auto",),
         "logprobs": (False,),
         "modalities": (["text"],),
+        "separate_reasoning": (False, True),
     }
 )
-# Keys that do not affect sampling.
+# Keys that do not affect sampling.  How long a model thinks is the run's affair.
 _IDLE = frozenset(
     {
-        "model", "messages", "tools", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options",
-        "user", "metadata", "store", "seed", "parallel_tool_calls", "service_tier", "safety_identifier",
-        "prompt_cache_key", "timeout",
+        "model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", "user",
+        "metadata", "store", "seed", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "timeout", "reasoning_effort", "verbosity",
     }
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class AgentRequest:
-    """A request for the policy's next turn."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    max_tokens: int | None = None  # of this turn
-    model: str = ""  # name given in the request
-    is_streamed: bool = False
-    with_usage: bool = False  # at the end of a stream
-    plain: str | tuple[int, ...] | None = None  # the prompt of a text completion, not of a chat
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """Sampling settings of the run, which a request may repeat."""
-
-    temperature: float
-    stop: tuple[str, ...] = ()
-
-
 def read_request(body: object, run: SamplingSettings) -> AgentRequest:
     """Parse a chat completion request.  Raises Refused."""
-    if not isinstance(body, dict):
-        raise Refused("the body is no JSON object")
-    refuse_other_distributions(body, run)
-    messages = body.get("messages")
+    asked = object_of(body)
+    refuse_other_distributions(asked, run, idle=_IDLE, fixed=_FIXED)
+    messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages: a list of at least one message")
-    tools = body.get("tools") or []
+    tools = asked.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("tools: a list of objects")
-    return asked_of(body, tuple(read_message(place, message) for place, message in enumerate(messages)), tuple(tools))
+    read = tuple(read_message(place, message) for place, message in enumerate(messages))
+    return replace(_asked_of(asked, read), tools=tuple(tools))
 
 
-def asked_of(
-    body: Mapping[str, Any],
-    messages: tuple[Message, ...],
-    tools: tuple[Mapping[str, Any], ...] = (),
-    plain: str | tuple[int, ...] | None = None,
-) -> AgentRequest:
-    """Read the fields of a body besides its messages or prompt.  Raises Refused."""
+def _asked_of(body: Mapping[str, Any], messages: tuple[Message, ...]) -> AgentRequest:
+    """A request with the fields of a body besides its messages or prompt.  Raises Refused."""
     options = body.get("stream_options") or {}
     return AgentRequest(
         messages=messages,
-        tools=tools,
         max_tokens=asked_limit(body),
         model=str(body.get("model") or ""),
         is_streamed=bool(body.get("stream")),
-        with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        plain=plain,
+        wishes={
+            "with_usage": isinstance(options, dict) and bool(options.get("include_usage")),
+            "separate_reasoning": bool(body.get("separate_reasoning")),
+        },
     )
-
-
-def is_same(mine: Sequence[Message], other: Sequence[Message]) -> bool:
-    """True if two histories are the same, apart from white space around texts, which is not read again."""
-    return len(mine) == len(other) and all(_core(a) == _core(b) for a, b in zip(mine, other, strict=True))
-
-
-def first_difference(known: Sequence[Message], said: Sequence[Message]) -> int | None:
-    """Index of the first message in which `said` differs from `known`; None: `said` begins with all of `known`."""
-    for place, message in enumerate(known):
-        if place >= len(said) or _core(message) != _core(said[place]):
-            return place
-    return None
-
-
-def _core(message: Message) -> Any:
-    return {key: value.strip() if isinstance(value, str) else value for key, value in message.items()}
-
-
-def refuse_other_distributions(
-    body: Mapping[str, Any], run: SamplingSettings, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
-) -> None:
-    """Raise Refused for keys that change the distribution; more: other such keys, with their neutral values."""
-    fixed = {**_FIXED, "stop": (list(run.stop), *run.stop[: len(run.stop) == 1]), **more}
-    asked, temperature = body.get("temperature"), run.temperature
-    if asked is not None and asked != temperature:
-        raise Refused(
-            f"temperature={asked}: this run samples with generation.temperature={temperature:g}, and log-probabilities "
-            f"of another would not be those that are trained; legal: {temperature:g}, or leave it out",
-            code="unsupported_value",
-        )
-    for key, value in body.items():
-        if value is None or key in _IDLE:
-            continue
-        if key not in fixed:
-            raise Refused(f"{key}: not known here; leave it out", code="unsupported_parameter")
-        legal = fixed[key]
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in legal):
-            raise Refused(
-                f"{key}={json.dumps(value)[:80]}: all rollouts of a run are sampled alike; legal: "
-                f"{' or '.join(json.dumps(each) for each in legal)}, or leave it out",
-                code="unsupported_value",
-            )
 
 
 def asked_limit(body: Mapping[str, Any]) -> int | None:
     """Requested limit of this turn's tokens; None: none.  Raises Refused."""
-    given = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
-    for value in given:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise Refused(f"max_tokens={value!r}; legal: a whole number from 1")
-    return min(given, default=None)
+    return smallest_limit(body, "max_completion_tokens", "max_tokens")
 
 
 def read_message(place: int, message: object) -> Message:
@@ -161,147 +103,65 @@ def read_message(place: int, message: object) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refused(f"{where}: an object with a role of {', '.join(ROLES)}")
     role = "system" if message["role"] == "developer" else message["role"]
-    found: dict[str, Any] = {"role": role, "content": _text(where, message.get("content"))}
-    for key in ("name", "tool_call_id"):
-        if isinstance(message.get(key), str):
-            found[key] = message[key]
-    if role == "assistant" and message.get("tool_calls"):
-        found["tool_calls"] = [_call(where, call) for call in _listed(where, message["tool_calls"])]
-    return found
-
-
-def _text(where: str, content: object) -> str:
-    """Text of a content, which may be a list of text parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = _listed(where, content)
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise Refused(f"{where}.content: text, or parts of type text; there is no other kind here")
-    return "".join(part["text"] for part in parts)
-
-
-def _listed(where: str, value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise Refused(f"{where}: a list, not {type(value).__name__}")
-    return value
+    found: dict[str, Any] = {"role": role, "content": text_of(where, message.get("content"))}
+    if role == "assistant":
+        thoughts = message.get("reasoning_content") or message.get("reasoning")
+        calls = [_call(where, call) for call in list_of(where, message.get("tool_calls") or [])]
+        found = dict(assistant_message(found["content"], thoughts if isinstance(thoughts, str) else "", calls))
+    return found | {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
 
 
 def _call(where: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(f'{where}.tool_calls: {{"id": …, "type": "function", "function": {{"name": …}}}} each')
-    arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"{where}.tool_calls: arguments are not JSON: {error}") from error
-    assert isinstance(call, dict)
-    identity = {"id": str(call["id"])} if call.get("id") else {}
-    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return call_of(f"{where}.tool_calls", function["name"], function.get("arguments", "{}"), call.get("id"))
 
 
 # -------------------------------------------------------------------------------------------------------------- replies
-#
-# The policy's turn in the format of OpenAI's API: one object, or a stream of chunks; tool calls parsed from the text.
-#
-# Input: the text of a turn.  Output: JSON objects.  A stream has all of a turn's text in one chunk.
-
-_OPENS = "<tool_call>"  # of all forms but "llama3", in which a call is the whole turn
-
-
-@dataclass(frozen=True, slots=True)
-class AgentTurn:
-    """A turn of the policy, as the agent sees it."""
-
-    number: int  # of the session, from 1
-    content: str
-    calls: tuple[Call, ...]
-    is_cut: bool  # a limit has ended it
-    num_read: int  # tokens before it
-    num_sampled: int  # tokens of it
-    token_ids: tuple[int, ...] = ()  # the same, as sampled
-
-    @property
-    def message(self) -> Message:
-        """The message, normalised as in histories."""
-        calls = [
-            {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for name, call in zip(self._names, self.calls, strict=True)
-        ]
-        return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
-
-    @property
-    def finish_reason(self) -> str:
-        """OpenAI's finish_reason."""
-        return "length" if self.is_cut else "tool_calls" if self.calls else "stop"
-
-    @property
-    def spoken(self) -> dict[str, Any]:
-        """The message as sent: arguments are JSON in a string."""
-        calls = [
-            {"id": name, "type": "function", "function": {"name": call.name, "arguments": _json(call.arguments)}}
-            for name, call in zip(self._names, self.calls, strict=True)
-        ]
-        return {"role": "assistant", "content": self.content or None if calls else self.content} | (
-            {"tool_calls": calls} if calls else {}
-        )
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """Counts of tokens, as in OpenAI's API."""
-        read, sampled = self.num_read, self.num_sampled
-        return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
-
-    @property
-    def _names(self) -> list[str]:
-        """Ids of the calls: the same when the session is replayed."""
-        return [f"call_{self.number}_{place}" for place in range(len(self.calls))]
-
-
-def turn_of(
-    text: str,
-    answer: str,
-    call_form: str,
-    *,
-    number: int,
-    tools: Sequence[Mapping[str, Any]],
-    is_cut: bool,
-    num_tokens: tuple[int, int],
-    token_ids: tuple[int, ...] = (),
-) -> AgentTurn:
-    """Parse a turn; text: with special tokens, of which calls may consist; answer: without.  Broken calls stay text."""
-    found = FORMS[call_form](text, schemas_of(tools)) if tools else []
-    calls = tuple(call for call in found if isinstance(call, Call) and _is_sayable(call))
-    if len(calls) < len(found):
-        calls = ()
-    content = answer
-    if calls:
-        content = "" if call_form == "llama3" else text.partition(_OPENS)[0].strip()
-    return AgentTurn(number, content, calls, is_cut, *num_tokens, token_ids)
 
 
 def completion(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
     """The whole answer, object chat.completion."""
-    choice = {"index": 0, "message": turn.spoken, "logprobs": None, "finish_reason": turn.finish_reason}
-    return _head(f"chatcmpl-{session}", turn, asked, "chat.completion") | {"choices": [choice], "usage": turn.usage}
+    choice = {"index": 0, "message": _spoken(turn, asked), "logprobs": None, "finish_reason": _finish_reason(turn)}
+    return _head(f"chatcmpl-{session}", turn, asked, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
 
 def chunks(session: str, turn: AgentTurn, asked: AgentRequest) -> Iterator[dict[str, Any]]:
     """The answer as objects chat.completion.chunk."""
     head = _head(f"chatcmpl-{session}", turn, asked, "chat.completion.chunk")
-    spoken = dict(turn.spoken)
+    spoken = _spoken(turn, asked)
     if "tool_calls" in spoken:
         spoken["tool_calls"] = [{"index": place, **call} for place, call in enumerate(spoken["tool_calls"])]
-    for delta, reason in ((spoken, None), ({}, turn.finish_reason)):
+    for delta, reason in ((spoken, None), ({}, _finish_reason(turn))):
         yield head | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
-    if asked.with_usage:
-        yield head | {"choices": [], "usage": turn.usage}
+    if asked.wishes["with_usage"]:
+        yield head | {"choices": [], "usage": _usage(turn)}
 
 
-def event(data: dict[str, Any] | None) -> bytes:
-    """A server-sent event; None: the last event."""
-    return f"data: {'[DONE]' if data is None else json.dumps(data)}\n\n".encode()
+def _spoken(turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
+    """The message as sent: arguments are JSON in a string."""
+    is_separate = asked.wishes["separate_reasoning"] and bool(turn.thoughts)
+    content = turn.content if is_separate else turn.said.strip() if turn.calls else turn.said
+    spoken: dict[str, Any] = {"role": "assistant", "content": content or None if turn.calls else content}
+    if is_separate:
+        spoken["reasoning_content"] = turn.thoughts
+    if turn.calls:
+        spoken["tool_calls"] = [
+            {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments_in_json(call)}}
+            for name, call in turn.named_calls
+        ]
+    return spoken
+
+
+def _finish_reason(turn: AgentTurn) -> str:
+    return "length" if turn.is_cut else "tool_calls" if turn.calls else "stop"
+
+
+def _usage(turn: AgentTurn) -> dict[str, int]:
+    """Counts of tokens."""
+    read, sampled = turn.num_read, turn.num_sampled
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
 def _head(name: str, turn: AgentTurn, asked: AgentRequest, kind: str) -> dict[str, Any]:
@@ -309,17 +169,8 @@ def _head(name: str, turn: AgentTurn, asked: AgentRequest, kind: str) -> dict[st
     return {"id": f"{name}-{turn.number}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _is_sayable(call: Call) -> bool:
-    """False for a text with half a surrogate pair, which no client can send back, and the endpoint would refuse."""
-    try:
-        (call.name + _json(call.arguments)).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _json(arguments: Any) -> str:
-    return json.dumps(dict(arguments), ensure_ascii=False)
+_DONE = b"data: [DONE]\n\n"
+CHAT = Form(read_request, completion, chunks, _DONE)
 
 
 # ----------------------------------------------------------------------------------------------------- text completions
@@ -333,19 +184,18 @@ def _json(arguments: Any) -> str:
 
 PIECE = "piece"  # role of a prompt's part, and of a completion, in the history of a session
 Plain = str | tuple[int, ...]
-_FIXED_FOR_TEXT: Mapping[str, tuple[Any, ...]] = MappingProxyType({"echo": (False,), "best_of": (1,), "suffix": ("",)})
+_FIXED_FOR_TEXT: Fixed = MappingProxyType({**_FIXED, "echo": (False,), "best_of": (1,), "suffix": ("",)})
 
 
 def read_text_request(body: object, run: SamplingSettings) -> AgentRequest:
     """Parse a text completion request.  Raises Refused."""
-    if not isinstance(body, dict):
-        raise Refused("the body is no JSON object")
+    asked = object_of(body)
     for key in ("messages", "tools"):
-        if key in body:
+        if key in asked:
             raise Refused(f"{key}: /completions has a prompt; legal: /chat/completions", code="unsupported_parameter")
-    refuse_other_distributions({key: body[key] for key in body if key != "prompt"}, run, _FIXED_FOR_TEXT)
-    plain = _prompt(body.get("prompt"))
-    return asked_of(body, ({"role": PIECE, "content": (plain,)},), plain=plain)
+    refuse_other_distributions(asked, run, idle=_IDLE | {"prompt"}, fixed=_FIXED_FOR_TEXT)
+    plain = _prompt(asked.get("prompt"))
+    return replace(_asked_of(asked, ({"role": PIECE, "content": (plain,)},)), plain=plain)
 
 
 def _prompt(prompt: object) -> Plain:
@@ -379,13 +229,16 @@ def added(history: Sequence[Message], plain: Plain) -> Plain | None:
 
 def text_completion(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
     """The whole answer, object text_completion; token_ids: as sampled, for the next prompt."""
-    return next(text_chunks(session, turn, asked)) | {"usage": turn.usage}
+    return next(text_chunks(session, turn, asked)) | {"usage": _usage(turn)}
 
 
 def text_chunks(session: str, turn: AgentTurn, asked: AgentRequest) -> Iterator[dict[str, Any]]:
     """The answer as a stream of one chunk."""
     head, said = _head(f"cmpl-{session}", turn, asked, "text_completion"), {"index": 0, "text": turn.content}
-    ids = {"token_ids": list(turn.token_ids), "logprobs": None, "finish_reason": turn.finish_reason}
+    ids = {"token_ids": list(turn.token_ids), "logprobs": None, "finish_reason": _finish_reason(turn)}
     yield head | {"choices": [said | ids]}
-    if asked.with_usage:
-        yield head | {"choices": [], "usage": turn.usage}
+    if asked.wishes["with_usage"]:
+        yield head | {"choices": [], "usage": _usage(turn)}
+
+
+TEXT = Form(read_text_request, text_completion, text_chunks, _DONE)

@@ -22,17 +22,8 @@ from typing import Any
 import numpy as np
 
 from rlhpc.agents.host import LONGEST_TEXT, MOST_KEPT
-from rlhpc.agents.openai_format import (
-    AgentRequest,
-    AgentTurn,
-    Message,
-    Plain,
-    added,
-    first_difference,
-    is_same,
-    piece,
-    turn_of,
-)
+from rlhpc.agents.openai_format import Plain, added, piece
+from rlhpc.agents.turns import AgentRequest, AgentTurn, Message, first_difference, is_same, turn_of
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.contracts import RewardOutcome
@@ -302,6 +293,7 @@ class AgentSession:
         self._num_turns = len(taken.turns)
         pending, self._pending = self._pending, None
         assert pending is not None, "a turn that nobody has asked for"
+        is_plain = pending.asked.plain is not None
         turn = turn_of(
             taken.turns[-1],
             taken.answer,
@@ -311,8 +303,8 @@ class AgentSession:
             is_cut=taken.is_cut,
             num_tokens=taken.num_tokens,
             token_ids=taken.token_ids,
+            is_thinking=None if is_plain else self._template.is_thinking,
         )
-        is_plain = pending.asked.plain is not None
         self._history.append(piece(turn.content, turn.token_ids) if is_plain else turn.message)
         self._answered = pending.asked, turn
         if not pending.turn.done():

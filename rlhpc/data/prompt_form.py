@@ -22,7 +22,7 @@ from rlhpc.base.near_names import near_hint
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.data.files import kind
 from rlhpc.data.record_source import Record, is_unicode
-from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.data.tokenizer import THINKING_START, PromptTokenizer
 from rlhpc.protocol.environment import ROLES
 from rlhpc.protocol.errors import ConfigError, DataError
 from rlhpc.protocol.types import Int32, Prompt
@@ -270,6 +270,11 @@ class DialogueTemplate:
     def writes_tools(self) -> bool:
         """Whether the template writes the tools anywhere."""
         return self._asking != self._tokenizer.chat_template.render((_ASKED,))
+
+    @cached_property
+    def is_thinking(self) -> bool | None:
+        """True: turns begin within a thought; False: they may begin with one; None: the template knows no thoughts."""
+        return self._asking.rstrip().endswith(THINKING_START) if self._tokenizer.may_think else None
 
     def left_out(self, turn: AnyMessage) -> str:
         """The key of a turn whose value, or a part of whose list, the template does not write; "" if it writes all."""

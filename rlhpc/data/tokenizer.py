@@ -169,7 +169,7 @@ def _to_json(
 #
 # The part of a completion that is judged, if the model thinks before it answers (data.thinking_end).
 
-THINKING_END = "</think>"  # of most models that think
+THINKING_START, THINKING_END = "<think>", "</think>"  # of most models that think
 
 
 def answer_of(completion: str, thinking_end: str) -> tuple[str, int]:

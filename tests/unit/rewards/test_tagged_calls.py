@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.agents.openai_format import turn_of
+from rlhpc.agents.openai_format import completion, read_request
+from rlhpc.agents.turns import SamplingSettings, turn_of
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.data.tokenizer import ChatTemplate
 from rlhpc.environments.tools import (
@@ -234,8 +235,10 @@ def test_an_agent_gets_the_calls_with_their_types_and_broken_ones_as_text() -> N
     assert [call["function"] for call in turn.message["tool_calls"]] == [
         {"name": call.name, "arguments": call.arguments} for call in CALLS
     ]
-    assert (turn.content, turn.finish_reason) == ("</think>\n\nSo.", "tool_calls")
-    assert json.loads(turn.spoken["tool_calls"][0]["function"]["arguments"]) == {"to": 3, "of": "a\nb"}
+    asked = read_request({"messages": [{"role": "user", "content": "go"}]}, SamplingSettings(1.0))
+    (choice,) = completion("one", turn, asked)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("</think>\n\nSo.", "tool_calls")
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"to": 3, "of": "a\nb"}
     broken = agents_turn(TURN.removesuffix("</tool_call>"))
     assert (broken.calls, broken.content) == ((), TURN.removesuffix("</tool_call>"))
 

@@ -13,8 +13,9 @@ import aiohttp
 import pytest
 
 from rlhpc.agents.agents import Access, AgentServer
-from rlhpc.agents.openai_format import SamplingSettings, read_request
+from rlhpc.agents.openai_format import completion, read_message, read_request
 from rlhpc.agents.session import AgentSession, SessionRules
+from rlhpc.agents.turns import SamplingSettings, first_difference, turn_of
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.environments.dialogue import TurnsTaken
@@ -242,6 +243,44 @@ async def test_a_request_that_comes_again_gets_the_same_turn_and_no_other_is_sam
         following.cancel()
 
 
+@pytest.mark.parametrize(
+    ("text", "is_thinking", "thoughts", "content"),
+    [
+        ("<think>\nHm.\n</think>\n\nFour.", False, "Hm.", "Four."),
+        ("Hm.\n</think>\n\nFour.", True, "Hm.", "Four."),  # the prompt has opened the thought
+        ("<think>\nHm.\n</think>\n\nFour.", True, "Hm.", "Four."),
+        ("Four. </think>", False, "", "Four. </think>"),
+        ("Four.", False, "", "Four."),
+        ("Hm, an", True, "Hm, an", ""),  # cut
+        ("<think>Hm, an", False, "Hm, an", ""),
+        ("<think></think>", False, "", ""),
+        ("<think>Hm.</think>\n\n" + CALL, False, "Hm.", ""),
+        ("<think>Hm, " + CALL + "</think>Four.", False, "Hm, " + CALL, "Four."),  # no call was meant
+        ("Hm.\n" + CALL, True, "Hm.", ""),  # a call ends a thought that has no end
+        ("<think>Hm.</think>\n\nFour.", None, "", "<think>Hm.</think>\n\nFour."),  # the template knows no thoughts
+    ],
+)
+def test_thoughts_are_told_apart_and_are_the_same_history_however_they_come_back(
+    text: str, is_thinking: bool | None, thoughts: str, content: str
+) -> None:
+    turn = turn_of(
+        text, text, "hermes", number=1, tools=TOOLS, is_cut=False, num_tokens=(1, 1), is_thinking=is_thinking
+    )
+    assert (turn.thoughts, turn.content) == (thoughts, content)
+    assert len(turn.calls) == (text.endswith(CALL))
+    for separate in (False, True):
+        asked = read_request({"messages": GO, "separate_reasoning": separate}, SamplingSettings(1.0))
+        message = completion("one", turn, asked)["choices"][0]["message"]
+        if not separate:
+            assert (message["content"] or "") == text.removesuffix(CALL).strip()  # as clients have it that know of none
+        assert first_difference([turn.message], [read_message(0, message)]) is None
+        told = message.pop("reasoning_content", "")
+        assert told == (thoughts if separate else "")
+        if told and content:
+            assert first_difference([turn.message], [read_message(0, message)]) == 0
+            assert first_difference([turn.message], [read_message(0, message | {"reasoning": told})]) is None
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -353,8 +392,9 @@ async def test_a_request_that_is_too_long_or_no_json_is_refused(tokenizer: Promp
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"guided_json": {}}, "guided_json: not known here"),
+        ({"separate_reasoning": "yes"}, 'separate_reasoning="yes"'),
         ({"max_tokens": 0}, "max_tokens=0"),
-        ({"max_tokens": True}, "max_tokens=True"),
+        ({"max_tokens": True}, "max_tokens=true"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "critic", "content": ""}]}, "messages.0: an object with a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
