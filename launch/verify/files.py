@@ -65,7 +65,7 @@ def partial_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
             yield _damage_of(file)
     if paths and is_sound:
         known = read_partials(layout.rollouts)[0].values()
-        tokens = counted(sum(each.end for each in known), "token")
+        tokens = counted(sum(len(each.tokens.token_ids) for each in known), "token")
         text = f"{counted(len(known), 'rollout')} of {tokens}, all checksums right"
         yield Row("partials", from_to(paths), FileVerdict.SOUND, text)
 

@@ -14,7 +14,7 @@ begins with everything known then.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,17 @@ from rlhpc.protocol.types import Int32, Prefix, UInt8
 #
 # Compact encoding of the tokens of running rollouts since the last report, for wire and disk.
 #
-#   PartialRollout, several  ⇄  bytes: a table with a row each, runs of versions, token ids, log-probabilities; deflated
+#   PartialRollout, several  ⇄  bytes: a table, a line each, runs of versions, token ids, log-probabilities; deflated
 #
-# A partial rollout states the number of tokens before its own, and their checksum: it continues only those, so that
-# the receiver detects lost, duplicate or late reports, and two drafts of the same sample are never joined.  The four
-# bytes of a number are stored separately (shuffled), as in segments.  Pure.
+# A partial rollout states the number of tokens of its row before its own, and their checksum: it continues only those,
+# so that the receiver detects lost, duplicate or late reports, and two drafts of the same sample are never joined.
+# Rows (types.py) grow side by side; the first piece of a further row states the checksum of all rows before it.  The
+# four bytes of a number are stored separately (shuffled), as in segments.  Pure.
 
 
 LEVEL = 2  # 5.3 bytes a token instead of 6.3 at level 1; higher ones gain nothing
 MAX_BYTES = 1 << 28  # of a report before deflating, at most
-_ROW_FIELDS = 7  # group, sample, prompt, start, tokens, checksum of those before, runs of versions
+_LINE_FIELDS = 7  # group, sample, prompt, start, tokens, checksum of those before, runs of versions
 _PIECE_HEAD = np.dtype("<i8")
 _NOT_DEFLATED: Any = zlib_ng.error  # whose type the stub states wrongly
 
@@ -55,20 +56,46 @@ class PartialRollout:
     group_id: int
     sample_index: int
     prompt_id: int
-    start: int  # tokens of the completion before this piece; 0: it replaces whatever is known
-    before: int  # id_checksum of these
-    tokens: Prefix  # from `start` on; none: it has grown, and which tokens is not known
+    start: int  # tokens of the row before this piece; 0, of the first row: it replaces whatever is known
+    before: int  # id_checksum of these; of the first piece of a further row, rows_checksum of the rows before
+    tokens: (
+        Prefix  # from `start` on; none: it has grown, and which tokens is not known.  A whole one may have many rows
+    )
+    row: int = 0  # in the order in which they began
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it begins with the first token of all."""
+        return self.start == 0 and self.row == 0
 
     @property
     def end(self) -> int:
-        """Tokens of the completion with this piece."""
-        return self.start + len(self.tokens.token_ids)
+        """Tokens of the row with this piece, of the longest one of a whole."""
+        longest: int = max(row.stop - row.start for row in self.tokens.rows)
+        return self.start + longest
 
     def follows(self, known: Prefix | None) -> bool:
         """True if the piece continues the known prefix, or replaces it."""
-        if self.start == 0:
+        if self.is_whole:
             return True
-        return known is not None and len(known.token_ids) == self.start and id_checksum(known.token_ids) == self.before
+        if known is None or self.row > len(rows := known.rows):
+            return False
+        if self.row == len(rows):
+            return self.start == 0 and rows_checksum(id_checksum(known.token_ids[row]) for row in rows) == self.before
+        token_ids = known.token_ids[rows[self.row]]
+        return len(token_ids) == self.start and id_checksum(token_ids) == self.before
+
+    def by_row(self) -> list[PartialRollout]:
+        """Itself, or a whole one as a piece for each of its rows, which follow one another."""
+        if not len(self.tokens.row_starts):
+            return [self]
+        assert self.is_whole
+        found, checksums = list[PartialRollout](), list[int]()
+        for row, own in enumerate(self.tokens.rows):
+            before = rows_checksum(checksums) if row else 0
+            found.append(replace(self, before=before, tokens=self.tokens.row(own), row=row))
+            checksums.append(id_checksum(self.tokens.token_ids[own]))
+        return found
 
 
 def id_checksum(token_ids: Int32, before: int = 0) -> int:
@@ -76,28 +103,35 @@ def id_checksum(token_ids: Int32, before: int = 0) -> int:
     return crc32(np.ascontiguousarray(token_ids, "<i4").data, before)
 
 
+def rows_checksum(checksums: Iterable[int]) -> int:
+    """Checksum of rows, from the id_checksum of each."""
+    return crc32(np.array(list(checksums), "<i8").data)
+
+
 def joined(known: Prefix | None, partial: PartialRollout) -> Prefix:
     """The known prefix, extended or replaced by a piece that follows it."""
-    if partial.start == 0 or known is None:
+    if partial.is_whole or known is None:
         return partial.tokens
-    return Prefix(
-        np.concatenate([known.token_ids, partial.tokens.token_ids]),
-        np.concatenate([known.behaviour_logprobs, partial.tokens.behaviour_logprobs]),
-        np.concatenate([known.versions, partial.tokens.versions]),
-    )
+    rows = [known.row(row) for row in known.rows]
+    if partial.row == len(rows):
+        return Prefix.of_rows([*rows, partial.tokens])
+    rows[partial.row] = rows[partial.row].followed_by(partial.tokens)
+    return Prefix.of_rows(rows)
 
 
 def up_to_version(prefix: Prefix, newest: int) -> Prefix | None:
-    """The tokens before the first one sampled by a version above `newest`; None: there are none."""
-    newer = np.flatnonzero(prefix.versions > newest)
-    if not len(newer):
-        return prefix if len(prefix.token_ids) else None
-    end = int(newer[0])
-    return Prefix(prefix.token_ids[:end], prefix.behaviour_logprobs[:end], prefix.versions[:end]) if end else None
+    """Of each row the tokens before the first one sampled by a version above `newest`; None: there are none."""
+    is_newer = prefix.versions > newest
+    if is_newer.any():
+        rows = prefix.rows
+        ends = [row.start + int(is_newer[row].argmax()) if is_newer[row].any() else row.stop for row in rows]
+        prefix = Prefix.of_rows([prefix.row(slice(row.start, end)) for row, end in zip(rows, ends, strict=True)])
+    return prefix if len(prefix.token_ids) else None
 
 
 def encode_partials(partials: Sequence[PartialRollout]) -> tuple[bytes, int]:
     """Return (bytes, number of bytes before they were deflated)."""
+    partials = [piece for each in partials for piece in each.by_row()]
     runs = [_runs_of(each.tokens.versions) for each in partials]
     table = [
         (
@@ -111,23 +145,28 @@ def encode_partials(partials: Sequence[PartialRollout]) -> tuple[bytes, int]:
         )
         for each, (own, _) in zip(partials, runs, strict=True)
     ]
-    numbers = [len(partials), *(number for row in table for number in row)]
+    numbers = [len(partials), *(number for line in table for number in line)]
+    rows = [each.row for each in partials] if any(each.row for each in partials) else []
     parts = [
         np.asarray(numbers, _PIECE_HEAD).tobytes(),
         _joined(values for values, _ in runs).astype("<i4").tobytes(),
         _joined(lengths for _, lengths in runs).astype("<i4").tobytes(),
         _shuffled(_joined(each.tokens.token_ids for each in partials).astype("<i4")),
         _shuffled(_joined((each.tokens.behaviour_logprobs for each in partials), np.float32).astype("<f4")),
+        np.asarray(rows, _PIECE_HEAD).tobytes(),
     ]
     plain = b"".join(parts)
     return zlib_ng.compress(plain, LEVEL), len(plain)
 
 
 def decode_partials(data: bytes | memoryview, num_bytes: int) -> list[PartialRollout]:
-    """Undo encode_partials.  num_bytes: size before deflating, as announced.  Raises ValueError, and nothing else."""
+    """Undo encode_partials, with a piece for each row.  num_bytes: size before deflating, as announced.
+
+    Raises ValueError, and nothing else.
+    """
     plain = _inflated(data, num_bytes)
     (count,) = _take(plain, 0, _PIECE_HEAD, 1)
-    table = _take(plain, 8, _PIECE_HEAD, int(count) * _ROW_FIELDS).reshape(-1, _ROW_FIELDS)
+    table = _take(plain, 8, _PIECE_HEAD, int(count) * _LINE_FIELDS).reshape(-1, _LINE_FIELDS)
     if (table[:, :5] < 0).any() or (table[:, 5:] < 0).any() or table[:, 4:].max(initial=0) > MAX_BYTES << 4:
         raise ValueError("negative or impossible numbers")
     num_runs, num_tokens = int(table[:, 6].sum()), int(table[:, 4].sum())
@@ -139,14 +178,17 @@ def decode_partials(data: bytes | memoryview, num_bytes: int) -> list[PartialRol
     at += 8 * num_runs
     token_ids = _unshuffled(_take(plain, at, np.dtype("u1"), 4 * num_tokens), np.dtype("<i4"))
     logprobs = _unshuffled(_take(plain, at + 4 * num_tokens, np.dtype("u1"), 4 * num_tokens), np.dtype("<f4"))
-    if at + 8 * num_tokens != len(plain):
-        raise ValueError("bytes are left over")
+    rows = [0] * int(count)  # of pieces of which all are of first rows, and of earlier versions of rlhpc
+    if (at := at + 8 * num_tokens) != len(plain):
+        rows = _take(plain, at, _PIECE_HEAD, int(count)).tolist()
+        if at + 8 * int(count) != len(plain) or min(rows) < 0:
+            raise ValueError("bytes are left over, or a negative row")
     found, token, run = [], 0, 0
-    for group_id, sample_index, prompt_id, start, length, before, runs in table.tolist():
+    for (group_id, sample_index, prompt_id, start, length, before, runs), row in zip(table.tolist(), rows, strict=True):
         versions = _versions(values[run : run + runs], lengths[run : run + runs], length)
         mine = slice(token, token + length)
         tokens = _checked(Prefix(token_ids[mine].copy(), logprobs[mine].copy(), versions))
-        found.append(PartialRollout(group_id, sample_index, prompt_id, start, before, tokens))
+        found.append(PartialRollout(group_id, sample_index, prompt_id, start, before, tokens, row))
         token, run = token + length, run + runs
     return found
 
@@ -305,7 +347,7 @@ class PartialIntake:
         if partial.prompt_id != group.prompt.prompt_id:
             return f"it continues prompt {partial.prompt_id}, not {group.prompt.prompt_id}"
         if partial.end > self._max_tokens:
-            return f"{partial.end} tokens, more than the {self._max_tokens} that a completion may have"
+            return f"{partial.end} tokens, more than the {self._max_tokens} that a row of a completion may have"
         if len(versions) and versions.min() < group.admitted_version:
             return f"version {versions.min()} sampled it, and {group.admitted_version} was live when it was admitted"
         if len(versions) and newest_version is not None and versions.max() > newest_version:
@@ -358,8 +400,8 @@ def read_partial_file(path: Path) -> PartialFile:
 def read_partials(directory: Path, first_attempt: int = 0) -> tuple[dict[Member, PartialRollout], list[str]]:
     """The last known prefix of each member, as a piece from its first token on; and descriptions of damage.
 
-    Includes members that were finished later.  first_attempt: files of earlier attempts do not count.
-    Raises OSError.
+    It may have many rows.  Includes members that were finished later.  first_attempt: files of earlier attempts do
+    not count.  Raises OSError.
     """
     known, problems = dict[Member, PartialRollout](), list[str]()
     for path in partial_paths(directory):

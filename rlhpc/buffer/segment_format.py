@@ -250,8 +250,8 @@ def opened_file(path: Path) -> Iterator[Hdf5Columns]:
 
 Columns = dict[str, NDArray[Any]]
 
-SCHEMA = 4
-READABLE = (2, 3, SCHEMA)  # earlier files lack some columns, LATER_COLUMNS
+SCHEMA = 5
+READABLE = (2, 3, 4, SCHEMA)  # earlier files lack some columns, LATER_COLUMNS
 ROLLOUT_TEXTS = ("detail", "reward_parts", "token_rewards")
 TEXT_COLUMNS = ("groups/task", "groups/reference", *(f"rollouts/{name}" for name in ROLLOUT_TEXTS))
 WORD_COLUMNS = ("groups/drop_reason", "rollouts/verdict", "rollouts/finish_reason")  # fixed-length ASCII
@@ -269,7 +269,10 @@ _TEACHER_COLUMNS: dict[str, tuple[np.dtype[Any], str]] = {  # dtype, the offsets
 }
 TEACHER_COLUMNS = (*_TEACHER_COLUMNS, "rollouts/teacher_offsets", "rollouts/teacher_top_offsets")
 ROUTE_COLUMNS = ("rollouts/routes", "rollouts/routes_offsets")
-LATER_COLUMNS = dict.fromkeys(TEACHER_COLUMNS, 3) | dict.fromkeys(ROUTE_COLUMNS, 4)  # column → its first schema
+ROW_COLUMNS = ("rollouts/row_starts", "rollouts/row_offsets")
+LATER_COLUMNS = (  # column → its first schema
+    dict.fromkeys(TEACHER_COLUMNS, 3) | dict.fromkeys(ROUTE_COLUMNS, 4) | dict.fromkeys(ROW_COLUMNS, 5)
+)
 _ROUTES_HEAD = struct.Struct("<3i")  # tokens, layers and experts a token, before the packed ids
 _GROUP_SCALARS: dict[str, np.dtype[Any]] = {
     "group_id": np.dtype("<i8"),
@@ -332,6 +335,7 @@ class _RolloutRow:
     tokens: tuple[NDArray[Any], ...]  # in the order of _TOKEN_COLUMNS
     teacher: tuple[NDArray[Any], ...]  # in the order of _TEACHER_COLUMNS; empty: no teacher was asked
     routes: NDArray[Any]  # uint8; empty: it has none
+    row_starts: NDArray[Any]
 
     def crc32(self) -> int:
         crc = crc32(struct.pack("<3qd", self.group_id, self.sample_index, len(self.tokens[0]), self.reward))
@@ -343,13 +347,17 @@ class _RolloutRow:
             crc = crc32(struct.pack("<2q", *map(len, self.teacher[:2])), crc)
             for values in self.teacher:
                 crc = crc32(values.data, crc)
-        return crc32(self.routes.data, crc) if len(self.routes) else crc  # without routes as in schema 3
+        crc = crc32(self.routes.data, crc) if len(self.routes) else crc  # without routes as in schema 3
+        if len(self.row_starts):  # of one row as in schema 4
+            crc = crc32(self.row_starts.data, crc32(struct.pack("<q", len(self.row_starts)), crc))
+        return crc
 
 
 def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     """Return the columns "groups/…" and "rollouts/…" of these groups, in their order.
 
-    Raises SegmentError when the arrays of a rollout differ in length, or its teacher's numbers are not finite.
+    Raises SegmentError when the arrays of a rollout differ in length, its rows do not fit, or its teacher's numbers are
+    not finite.
     """
     group_rows = [_group_row(resolved) for resolved in groups]
     rows = [_rollout_row(member) for resolved in groups for member in resolved.group.members]
@@ -371,6 +379,8 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
         columns[offsets] = _offsets(len(row.teacher[position]) for row in rows)
     columns["rollouts/routes"] = _concatenate([row.routes for row in rows], np.dtype("u1"))
     columns["rollouts/routes_offsets"] = _offsets(len(row.routes) for row in rows)
+    columns["rollouts/row_starts"] = _concatenate([row.row_starts for row in rows], np.dtype("<i4"))
+    columns["rollouts/row_offsets"] = _offsets(len(row.row_starts) for row in rows)
     columns["rollouts/crc32"] = np.array([row.crc32() for row in rows], dtype="<u4")
     for column in TEXT_COLUMNS:
         table, name = column.split("/")
@@ -384,6 +394,8 @@ def empty_column(name: str, num_rollouts: int) -> NDArray[Any]:
     """Return what a column of LATER_COLUMNS holds if no rollout has such numbers, as in files of earlier schemas."""
     if name.endswith("_offsets"):
         return np.zeros(num_rollouts + 1, "<i8")
+    if name == "rollouts/row_starts":
+        return np.empty(0, "<i4")
     return np.empty(0, _TEACHER_COLUMNS[name][0] if name in _TEACHER_COLUMNS else "u1")
 
 
@@ -492,6 +504,8 @@ def _rollout_row(scored: ScoredRollout) -> _RolloutRow:
             f"rollout {rollout.group_id}:{rollout.sample_index}: token_ids, behaviour_logprobs, versions and loss_mask "
             f"have lengths {[len(array) for array in arrays]}"
         )
+    if fault := rollout.row_fault:
+        raise SegmentError(f"rollout {rollout.group_id}:{rollout.sample_index}: {fault}")
     kinds = [dtype for dtype, _ in _TEACHER_COLUMNS.values()]
     said: tuple[Any, ...] = ((), (), ())
     if scored.teacher is not None:
@@ -510,6 +524,7 @@ def _rollout_row(scored: ScoredRollout) -> _RolloutRow:
         tokens=tuple(np.ascontiguousarray(a, dtype=t) for a, t in zip(arrays, _TOKEN_COLUMNS.values(), strict=True)),
         teacher=tuple(np.ascontiguousarray(a, dtype=t).reshape(-1) for a, t in zip(said, kinds, strict=True)),
         routes=_of_routes(rollout.routes),
+        row_starts=np.ascontiguousarray(rollout.row_starts, dtype="<i4"),
     )
 
 
@@ -519,9 +534,10 @@ def _read_rollouts(columns: Columns, source: str) -> Iterable[_RolloutRow]:
     tokens = zip(*(_slices(columns[name], offsets) for name in _TOKEN_COLUMNS), strict=True)
     said = zip(*(_slices(columns[name], columns[cut]) for name, (_, cut) in _TEACHER_COLUMNS.items()), strict=True)
     chosen = _slices(columns["rollouts/routes"], columns["rollouts/routes_offsets"])
-    for index, (arrays, teacher, routes) in enumerate(zip(tokens, said, chosen, strict=True)):
+    begin = _slices(columns["rollouts/row_starts"], columns["rollouts/row_offsets"])
+    for index, (arrays, teacher, routes, row_starts) in enumerate(zip(tokens, said, chosen, begin, strict=True)):
         fields = _row_fields(columns, "rollouts", _ROLLOUT_SCALARS, texts, index)
-        row = _RolloutRow(tokens=arrays, teacher=teacher, routes=routes, **fields)
+        row = _RolloutRow(tokens=arrays, teacher=teacher, routes=routes, row_starts=row_starts, **fields)
         if row.crc32() != columns["rollouts/crc32"][index]:
             where = f"rollout {row.group_id}:{row.sample_index}"
             raise SegmentError(f"{source}: rollouts row {index} ({where}): checksum differs")
@@ -566,6 +582,7 @@ def _to_scored(row: _RolloutRow, prompt_id: int) -> ScoredRollout:
             loss_mask=loss_mask.view(np.bool_),
             finish_reason=FinishReason(row.finish_reason.decode()),
             routes=_to_routes(row.routes),
+            row_starts=row.row_starts,
         ),
         reward=row.reward,
         verdict=Verdict(row.verdict.decode()),

@@ -62,9 +62,11 @@ def searched(request: RolloutRequest, decode: Decode) -> tuple[RolloutRequest, S
     """Begin the search for the request's stop strings, with its prefix; return the request, its prefix cut behind one.
 
     A prefix with a stop string (from a run resumed with other stop strings) is a whole completion: the search has an
-    end, and nothing is to be sampled.
+    end, and nothing is to be sampled.  Raises ValueError for a prefix of several rows: an engine continues one.
     """
     sampling, prefix = request.sampling, request.prefix
+    if prefix is not None and len(prefix.row_starts):
+        raise ValueError(f"{request.request_id}: a prefix of {len(prefix.rows)} rows, of which an engine continues one")
     search = StopSearch(decode, sampling.stop_strings)
     if prefix is None or not sampling.stop_strings:
         return request, search
@@ -113,22 +115,25 @@ def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
 
 def prefix_of(rollout: Rollout) -> Prefix:
     """The rollout's tokens as a prefix for another generator to continue."""
-    return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
+    return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions, rollout.row_starts)
 
 
 def prefix_of_failed(prefix: Prefix | None, rollout: Rollout) -> Prefix | None:
     """Prefix for another try: the rollout, or the prefix that it did not repeat to the end; None: no turn."""
     if not rollout.loss_mask.any():
         return prefix
-    num_tokens = len(rollout.token_ids)
-    is_repeated = prefix is not None and np.array_equal(prefix.token_ids[:num_tokens], rollout.token_ids)
+    known = [prefix.token_ids[row] for row in prefix.rows] if prefix is not None else []
+    rows = [rollout.token_ids[row] for row in rollout.rows]
+    is_repeated = all(any(np.array_equal(row[: len(own)], own) for row in known) for own in rows)
     return prefix if is_repeated else prefix_of(rollout)
 
 
 def prefix_up_to(rollout: Rollout, version: int) -> Prefix:
-    """The tokens before the first one sampled by a later version; versions never decrease."""
-    end = int(np.searchsorted(rollout.versions, version, side="right"))
-    return Prefix(rollout.token_ids[:end], rollout.behaviour_logprobs[:end], rollout.versions[:end])
+    """Of each row the tokens before the first one sampled by a later version; none: an empty prefix."""
+    whole = prefix_of(rollout)
+    rows = [whole.row(row) for row in whole.rows]
+    ends = [int(np.searchsorted(row.versions, version, side="right")) for row in rows]  # versions never decrease
+    return Prefix.of_rows([row.row(slice(end)) for row, end in zip(rows, ends, strict=True)])
 
 
 def piece_of(request: RolloutRequest, sampled: FinishedRequest, start: int) -> Prefix:
@@ -136,11 +141,7 @@ def piece_of(request: RolloutRequest, sampled: FinishedRequest, start: int) -> P
     own, prefix = Prefix(sampled.token_ids, sampled.logprobs, sampled.versions), request.prefix
     if prefix is None or start >= request.num_done:
         return own
-    return Prefix(
-        np.concatenate([prefix.token_ids[start:], own.token_ids]),
-        np.concatenate([prefix.behaviour_logprobs[start:], own.behaviour_logprobs]),
-        np.concatenate([prefix.versions[start:], own.versions]),
-    )
+    return prefix.row(slice(start, None)).followed_by(own)
 
 
 def _reason(request: RolloutRequest, word: str) -> FinishReason:

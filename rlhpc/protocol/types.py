@@ -5,12 +5,20 @@ Prompt → Lease → Rollout → ScoredRollout → RolloutGroup → TrainingSamp
 All are frozen.  Arrays are numpy, C-contiguous, never modified after creation.
 Legend: Lp prompt tokens, Lc completion tokens, L = Lp + Lc, T packed tokens, S segments of a packed row.
 Entry t of an array over tokens describes token t: its log-probability is that of token t given those before it.
+
+A completion is one or more *rows*: token sequences, each of which follows the same prompt and knows nothing of the
+others.  An agent that rewrites its history (compacts it, strips thoughts, asks a sub-agent) goes on in another row.  An
+array over the tokens of a completion has all rows, end to end, and row_starts says where each but the first begins.
+Rows may begin alike, with the turns that they share.  A sampled token is trained once: in every other row loss_mask is
+False where it was copied.  Rows stand in the order in which they ended, so that the last one has the final answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +28,24 @@ Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 UInt8 = np.ndarray[tuple[Any, ...], np.dtype[np.uint8]]
 Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 Bool = np.ndarray[tuple[Any, ...], np.dtype[np.bool_]]
+
+
+def _no_starts() -> Int32:
+    return np.empty(0, np.int32)
+
+
+def row_slices(row_starts: Int32, num_tokens: int) -> list[slice]:
+    """The tokens of each row of a completion, at least one row."""
+    if not len(row_starts):
+        return [slice(0, num_tokens)]
+    return [slice(first, end) for first, end in pairwise([0, *row_starts.tolist(), num_tokens])]
+
+
+def row_fault(row_starts: Int32, num_tokens: int) -> str:
+    """Describe what is wrong with the rows of a completion of num_tokens tokens; "": nothing."""
+    if len(row_starts) and (np.diff(row_starts, prepend=0, append=num_tokens) < 1).any():
+        return f"its rows begin at tokens {[0, *row_starts.tolist()]} of {num_tokens}, and each must have a token"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +79,38 @@ class Prefix:
 
     token_ids: Int32  # [Lc so far]
     behaviour_logprobs: Float32  # [Lc so far]
-    versions: Int32  # [Lc so far]
+    versions: Int32  # [Lc so far] never decreasing within a row
+    row_starts: Int32 = field(default_factory=_no_starts)  # first token of each further row, ascending, in (0, Lc)
+
+    @property
+    def rows(self) -> list[slice]:
+        """The tokens of each row, in the order in which they began."""
+        return row_slices(self.row_starts, len(self.token_ids))
+
+    def row(self, tokens: slice) -> Prefix:
+        """These tokens of one row, alone."""
+        return Prefix(self.token_ids[tokens], self.behaviour_logprobs[tokens], self.versions[tokens])
+
+    def followed_by(self, more: Prefix) -> Prefix:
+        """One row, extended."""
+        return Prefix(
+            np.concatenate([self.token_ids, more.token_ids]),
+            np.concatenate([self.behaviour_logprobs, more.behaviour_logprobs]),
+            np.concatenate([self.versions, more.versions]),
+        )
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Prefix]) -> Prefix:
+        """Rows, one or more, as one prefix; those without tokens are left out."""
+        rows = [row for row in rows if len(row.token_ids)] or list(rows[:1])
+        if len(rows) == 1:
+            return rows[0]
+        return cls(
+            np.concatenate([row.token_ids for row in rows]),
+            np.concatenate([row.behaviour_logprobs for row in rows]),
+            np.concatenate([row.versions for row in rows]),
+            np.cumsum([len(row.token_ids) for row in rows[:-1]], dtype=np.int32),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +159,9 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Experts that the engine's mixtures chose for the first tokens of prompt and completion.  Made by generation/.
+    """Experts that the engine's mixtures chose for the first tokens of prompt and first row.  Made by generation/.
 
-    The last token of a completion never is an input of the engine, and so has none.  In memory and on the wire alone:
+    The last token of a row never is an input of the engine, and so has none.  In memory and on the wire alone:
     journals do not have them, segments only if asked (buffer.keep_routes).
     """
 
@@ -123,10 +180,39 @@ class Rollout:
     prompt_id: int  # of the lease's prompt; whoever needs the rest has the lease, or the group
     token_ids: Int32  # [Lc], at least one
     behaviour_logprobs: Float32  # [Lc] natural log, under the sampling distribution
-    versions: Int32  # [Lc] policy version that sampled each token, never decreasing
-    loss_mask: Bool  # [Lc] False on tokens the policy did not choose (tool output)
-    finish_reason: FinishReason
+    versions: Int32  # [Lc] policy version that sampled each token, never decreasing within a row
+    loss_mask: Bool  # [Lc] False on tokens the policy did not choose (tool output), or that another row trains
+    finish_reason: FinishReason  # of the whole rollout
     routes: Routes | None = None  # None: not asked for, or lost (with a crash of the controller, for instance)
+    row_starts: Int32 = field(default_factory=_no_starts)  # first token of each further row, ascending, in (0, Lc)
+
+    @property
+    def rows(self) -> list[slice]:
+        """The tokens of each row, in the order in which they ended: the last has the final answer."""
+        return row_slices(self.row_starts, len(self.token_ids))
+
+    @property
+    def row_fault(self) -> str:
+        """Describe what is wrong with its rows; "": nothing."""
+        return row_fault(self.row_starts, len(self.token_ids))
+
+    @property
+    def num_shared(self) -> list[int]:
+        """Of each row, the tokens at its beginning that an earlier row has, too."""
+        rows = [self.token_ids[row] for row in self.rows]
+        return [max([0, *(_num_alike(row, other) for other in rows[:place])]) for place, row in enumerate(rows)]
+
+    @property
+    def num_distinct_tokens(self) -> int:
+        """Tokens of its rows, a beginning that rows share counted once."""
+        return len(self.token_ids) - (sum(self.num_shared) if len(self.row_starts) else 0)
+
+
+def _num_alike(one: Int32, other: Int32) -> int:
+    """Number of equal tokens at the beginning of both."""
+    num = min(len(one), len(other))
+    differs = one[:num] != other[:num]
+    return int(differs.argmax()) if differs.any() else num
 
 
 class Verdict(StrEnum):
@@ -139,7 +225,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """A teacher's log-probabilities of a completion, natural log at temperature 1.  Made by a [[service]]."""
+    """A teacher's log-probabilities of a completion, natural log at temperature 1.  Made by a [[service]].
+
+    Each row is read by itself, after the prompt; arrays have all rows, end to end, as the rollout's.
+    """
 
     logprobs: Float32  # [Lc] of the completion's own tokens
     flat_top_ids: Int32  # [Lc · k] top_ids, row after row: messages have arrays of one dimension
@@ -201,14 +290,18 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all its samples, each with its prompt."""
-        num_completion_tokens = sum(len(each.rollout.token_ids) for each in self.members)
-        return num_completion_tokens + len(self.members) * len(self.prompt.token_ids)
+        """Number of tokens of all its samples, one for each row, each with its prompt."""
+        rollouts = [each.rollout for each in self.members]
+        num_rows = sum(1 + len(rollout.row_starts) for rollout in rollouts)
+        return sum(len(rollout.token_ids) for rollout in rollouts) + num_rows * len(self.prompt.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """Prompt and completion concatenated, with advantages, or rewards in their place.  Made by algorithms/."""
+    """Prompt and one row of a completion, concatenated, with advantages, or rewards in their place.
+
+    Made by algorithms/.
+    """
 
     group_id: int
     sample_index: int

@@ -84,6 +84,7 @@ def make_scored(group_id: int, sample_index: int, *, length: int | None = None, 
         loss_mask=rng.random(num_tokens) < 0.8,
         finish_reason=changes.pop("finish_reason", FinishReason.STOP),
         routes=changes.pop("routes", None),
+        row_starts=np.array(changes.pop("row_starts", ()), np.int32),
     )
     reward = float(sample_index % 2)
     fields = {
@@ -140,7 +141,7 @@ def assert_same_scored(mine: ScoredRollout, theirs: ScoredRollout) -> None:
 def _assert_same_rollout(mine: Rollout, theirs: Rollout) -> None:
     for name in ("group_id", "sample_index", "prompt_id", "finish_reason"):
         assert getattr(mine, name) == getattr(theirs, name)
-    for name in ("token_ids", "behaviour_logprobs", "versions", "loss_mask"):
+    for name in ("token_ids", "behaviour_logprobs", "versions", "loss_mask", "row_starts"):
         left, right = getattr(mine, name), getattr(theirs, name)
         assert left.dtype == right.dtype
         assert left.tobytes() == right.tobytes()

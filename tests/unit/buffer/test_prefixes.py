@@ -9,6 +9,7 @@ import signal
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -40,10 +41,12 @@ from rlhpc.buffer.prefixes import (
     Receipt,
     decode_partials,
     encode_partials,
+    id_checksum,
     joined,
     partial_paths,
     read_partial_file,
     read_partials,
+    rows_checksum,
     up_to_version,
 )
 from rlhpc.protocol.errors import JournalError, OwnershipLost
@@ -117,6 +120,79 @@ def test_whatever_is_changed_is_refused_as_a_value_error_or_well_formed() -> Non
 def test_a_few_bytes_that_would_become_many_are_refused(told: int) -> None:
     with pytest.raises(ValueError, match="bytes"):
         decode_partials(zlib.compress(bytes(1 << 22)), told)
+
+
+# Rows that grow side by side.
+
+
+def rows_of(*lengths: int) -> Prefix:
+    return Prefix.of_rows([make_draft(seed, length) for seed, length in enumerate(lengths)])
+
+
+def assert_same_prefix(mine: Prefix | None, theirs: Prefix) -> None:
+    assert mine is not None
+    for name in Prefix.__slots__:
+        assert getattr(mine, name).dtype == getattr(theirs, name).dtype
+        assert getattr(mine, name).tolist() == getattr(theirs, name).tolist()
+
+
+def test_rows_that_grow_side_by_side_come_back_as_they_are() -> None:
+    drafts, rng = [make_draft(seed, 90) for seed in range(3)], random.Random(4)
+    shown, pieces, known = [0, 0, 0], list[PartialRollout](), None
+    for row in [0, 1, 2, *(rng.randrange(3) for _ in range(15))]:
+        if shown[row] == 90:
+            continue
+        end = min(90, shown[row] + rng.randrange(1, 20))
+        before = id_checksum(drafts[row].token_ids[: shown[row]])
+        if row and not shown[row]:
+            before = rows_checksum(id_checksum(drafts[i].token_ids[: shown[i]]) for i in range(row))
+        pieces.append(PartialRollout(0, 0, 0, shown[row], before, part_of(drafts[row], shown[row], end), row))
+        shown[row] = end
+    for piece in decode_partials(*encode_partials(pieces)):
+        assert piece.follows(known)
+        known = joined(known, piece)
+    whole = Prefix.of_rows([part_of(draft, 0, end) for draft, end in zip(drafts, shown, strict=True)])
+    assert_same_prefix(known, whole)
+
+
+def test_a_whole_of_many_rows_is_a_piece_for_each_of_them() -> None:
+    whole, known = PartialRollout(3, 1, 3, 0, 0, rows_of(5, 1, 70)), None
+    found = decode_partials(*encode_partials([PIECES[1], whole]))
+    assert [(each.group_id, each.row, each.start, each.end) for each in found[1:]] == [
+        (3, 0, 0, 5),
+        (3, 1, 0, 1),
+        (3, 2, 0, 70),
+    ]
+    assert whole.end == 70
+    for piece in found[1:]:
+        assert piece.follows(known)
+        known = joined(known, piece)
+    assert_same_prefix(known, whole.tokens)
+
+
+def test_a_row_of_one_draft_is_not_put_behind_the_rows_of_another() -> None:
+    first, second, third = PartialRollout(0, 0, 0, 0, 0, rows_of(5, 6, 7)).by_row()
+    known = joined(first.tokens, second)
+    assert third.follows(known)
+    assert not third.follows(first.tokens)  # a row between them is missing
+    assert not third.follows(joined(known, third))  # it is there already: which of both is right?
+    other = make_draft(9, 5)
+    assert not second.follows(other)
+    assert not third.follows(Prefix.of_rows([other, second.tokens]))
+    late = PartialRollout(0, 0, 0, 6, id_checksum(second.tokens.token_ids), make_draft(8, 3), 1)
+    assert late.follows(known)
+    assert not replace(late, row=0).follows(known)
+
+
+def test_of_every_row_what_newer_versions_have_sampled_is_cut_off() -> None:
+    versions = np.array([3, 4, 6, 4, 5, 5, 7], np.int32)
+    tokens = np.arange(7, dtype=np.int32)
+    prefix = Prefix(tokens, -tokens.astype(np.float32), versions, np.array([3, 5], np.int32))
+    for newest, kept, starts in ((7, [0, 1, 2, 3, 4, 5, 6], [3, 5]), (5, [0, 1, 3, 4, 5], [2, 4]), (3, [0], [])):
+        found = up_to_version(prefix, newest)
+        assert found is not None
+        assert (found.token_ids.tolist(), found.row_starts.tolist()) == (kept, starts)
+    assert up_to_version(prefix, 2) is None
 
 
 def test_a_piece_follows_what_it_was_cut_from_and_nothing_else() -> None:

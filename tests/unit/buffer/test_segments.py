@@ -35,7 +35,14 @@ from rlhpc.buffer.history import EVENTS
 from rlhpc.buffer.journal import JOURNAL
 from rlhpc.buffer.log import FileHead
 from rlhpc.buffer.prefixes import PARTIALS
-from rlhpc.buffer.segment_format import ROUTE_COLUMNS, SCHEMA, TEACHER_COLUMNS, deflated_chunks, empty_column
+from rlhpc.buffer.segment_format import (
+    ROUTE_COLUMNS,
+    ROW_COLUMNS,
+    SCHEMA,
+    TEACHER_COLUMNS,
+    deflated_chunks,
+    empty_column,
+)
 from rlhpc.buffer.segments import (
     USER_BLOCK_BYTES,
     SegmentWriter,
@@ -75,6 +82,13 @@ def groups_of_schema_3() -> list[ResolvedGroup]:
 
 def sample_groups() -> list[ResolvedGroup]:
     """With all that a segment can say."""
+    starts = ((3, 4), (), (1,))
+    branched = tuple(make_scored(12, index, length=6, row_starts=each) for index, each in enumerate(starts))
+    return [*groups_of_schema_4(), ResolvedGroup(RolloutGroup(12, make_prompt(12), 2, branched))]
+
+
+def groups_of_schema_4() -> list[ResolvedGroup]:
+    """With all that a segment could say before rollouts had rows."""
     routed = tuple(
         make_scored(11, index, length=6, routes=make_routes(7) if index != 1 else None) for index in range(3)
     )
@@ -381,6 +395,24 @@ def test_the_form_of_a_segment_does_not_change_unnoticed():
     assert_same(read_segment(Path(__file__).parent / "golden_segment.h5"), sample_groups())
 
 
+def test_a_segment_of_schema_4_is_read_and_every_rollout_is_one_row():
+    older = Path(__file__).parent / "golden_segment_schema_4.h5"
+    assert_same(read_segment(older), groups_of_schema_4())
+    _, columns = read_raw_columns(older, ROW_COLUMNS, is_verified=True)
+    num_rollouts = sum(len(each.group.members) for each in groups_of_schema_4())
+    assert [len(columns[name]) for name in ROW_COLUMNS] == [0, num_rollouts + 1]
+
+
+@pytest.mark.parametrize("starts", [(0, 3), (3, 3), (4, 2), (2, 6), (-1, 3)])
+def test_rows_that_cannot_be_are_refused_before_anything_is_written(tmp_path, starts):
+    writer = make_writer(tmp_path)
+    broken = make_scored(0, 0, length=6, row_starts=starts)
+    writer.add(ResolvedGroup(RolloutGroup(0, make_prompt(0), 0, (broken,))))
+    with pytest.raises(SegmentError, match=r"rollout 0:0: its rows begin at tokens \[0, .* of 6, and each must have"):
+        writer.seal()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_segment_of_schema_3_is_read_and_has_no_routes():
     older = Path(__file__).parent / "golden_segment_schema_3.h5"
     assert_same(read_segment(older), groups_of_schema_3())
@@ -399,14 +431,17 @@ def test_routes_reach_a_segment_only_if_asked(tmp_path):
         assert_same(found, sample_groups() if keeps_routes else [each.without_routes() for each in sample_groups()])
 
 
-@pytest.mark.parametrize("place", [0, 13])  # of its head, of its experts
-def test_a_byte_of_routes_that_was_altered_is_found_without_the_checksum_of_the_file(tmp_path, place):
+@pytest.mark.parametrize(
+    ("column", "place", "whose"),
+    [("routes", 0, "11:0"), ("routes", 13, "11:0"), ("row_starts", 1, "12:0")],  # of their head, of their experts
+)
+def test_a_late_column_that_was_altered_is_found_without_the_checksum_of_the_file(tmp_path, column, place, whose):
     write_sealed(tmp_path / "file.h5", to_hdf5(sample_groups(), {}))
     data = (tmp_path / "file.h5").read_bytes()
     (tmp_path / "file.h5").write_bytes(bytes(USER_BLOCK_BYTES) + data[USER_BLOCK_BYTES:])
     with h5py.File(tmp_path / "file.h5", "r+") as file:
-        file["rollouts/routes"][place] ^= 1
-    with pytest.raises(SegmentError, match=r"rollout 11:0\): checksum differs"):
+        file[f"rollouts/{column}"][place] ^= 1
+    with pytest.raises(SegmentError, match=rf"rollout {whose}\): checksum differs"):
         read_segment(tmp_path / "file.h5")
 
 
@@ -575,6 +610,8 @@ def test_the_checksums_are_those_that_the_page_describes():
         if said[0]:
             record += struct.pack("<2q", len(said[0]) // 4, len(said[1]) // 4) + b"".join(said)
         record += cut(rollouts, "routes", "routes_offsets", row)
+        if starts := cut(rollouts, "row_starts", "row_offsets", row):
+            record += struct.pack("<q", len(starts) // 4) + starts
         assert zlib.crc32(record) == rollouts["crc32"][row]
     for row in range(len(groups["group_id"])):
         names = ("group_id", "prompt_id", "admitted_version", "consumed_step", "attempts")

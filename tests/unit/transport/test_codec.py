@@ -27,6 +27,7 @@ from rlhpc.protocol.types import (
     PackedBatch,
     PackedMicrobatch,
     PackedMinibatch,
+    Prefix,
     Prompt,
     Rollout,
     SamplingParams,
@@ -83,6 +84,7 @@ def scored(length: int) -> ScoredRollout:
         np.arange(length, dtype=np.int32),
         rng.random(length) < 0.5,
         FinishReason.LENGTH,
+        row_starts=np.arange(1, length, 900, dtype=np.int32),
     )
     return ScoredRollout(rollout, 0.5, Verdict.CORRECT, {"format": 0.25, "answer": 0.25}, "42")
 
@@ -116,6 +118,7 @@ MESSAGES = [
     m.StepReport(1, 2, True, {}),
     m.PartReport(1, 2),
     m.LeaseReturn(1, (0, 1), (None, lease().prefixes[1]), "draining", 0),
+    m.LeaseReturn(1, (0,), (Prefix.of_rows([build.prefix(3, 1), build.prefix(2, 4)]),), "draining", 0),
     m.RewardRequest(1 << 40, "math", "x" * 5_000_000, ""),  # a head of more than one frame
     m.ReceiveWeights(WeightManifest(1, 2, (TensorSpec("w", "bfloat16", (2, 3)),), (1,))),
     m.ReceiveWeights(WeightManifest(1, 2, (TensorSpec("w", "float32", (2, 3)),), (1,), AdapterForm(8, 0.5, "ab"))),
