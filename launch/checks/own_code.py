@@ -120,9 +120,11 @@ def try_own_code(config: Config) -> list[str]:
     for key, path in config.algorithm.own_formulas:
         doubts = _try_formula(key, path, config)
         said += [f"{key.partition('.')[2]:<11} {path}, tried on a few numbers", *doubts]
-    if config.agent.function and any(dataset.environment == AGENT for dataset in config.data):
+    agent = config.agent
+    if (agent.function or agent.preload) and any(dataset.environment == AGENT for dataset in config.data):
         _try_agent(config)
-        said.append(f"agent       {config.agent.function}: its process starts, and it takes a record")
+        what = f"{agent.function}: its process starts, and it takes a record"
+        said.append(f"agent       {what if agent.function else ', '.join(agent.preload) + ': imported once, for all'}")
     trials = list(_trials(config))
     has_environment = any(_is_theirs(config, dataset.environment) for dataset in config.data)
     if not trials and not has_environment:
@@ -501,7 +503,8 @@ def _cause(said: str) -> str:
 
 def _try_agent(config: Config) -> None:
     try:
-        asyncio.run(AgentProcesses(config.agent.function, ()).try_start())
+        agent = config.agent
+        asyncio.run(AgentProcesses(agent.function, agent.command, agent.preload).try_start())
     except RoleFailed as error:
         raise ConfigError(str(error).removeprefix("no agent can be started: ")) from error
 

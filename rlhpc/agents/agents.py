@@ -158,7 +158,7 @@ class Agents:
         agent = config.agent
         self._config, self._tokenizer = config, tokenizer
         self._endpoint: AgentServer | None = None
-        self._processes = AgentProcesses(agent.function, agent.command)
+        self._processes = AgentProcesses(agent.function, agent.command, agent.preload)
         self._templates: dict[str, DialogueTemplate] = {}
         self._rules = SessionRules(config.environment.call_form, agent.turn_timeout_s, self._template_for)
         self.counts = TaskCounts()  # sessions and their failures, under the name "agent"

@@ -3,9 +3,10 @@
     generator ── Start, Kill: JSON lines ──▶ host ── fork ──▶ agent, agent, …
               ◀── Ready, Ended: JSON lines ──     ◀─ last line of what it prints, exit status
 
-Started by processes.py as `python -m rlhpc.agents.host PARENT_PID FUNCTION|-- COMMAND…`.  A function's
-module is imported once, here, and each call runs in a fork of this process: an agent costs no imports.  It has one
-thread and no event loop, so that forks are sound.  Every agent leads a process group of its own, which is killed when
+Started by AgentProcesses as `python -m rlhpc.agents.host PARENT_PID PRELOAD FUNCTION|-- COMMAND…`; PRELOAD: names of
+modules, with commas.  A function's module is imported once, here, and each call runs in a fork of this process: an
+agent costs no imports.  With PRELOAD, a Python program runs in a fork likewise (preload.py).  The host has one thread
+and no event loop, so that forks are sound.  Every agent leads a process group of its own, which is killed when
 the agent ends or is to be killed; all groups are killed when standard input closes, or the generator dies.
 """
 
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
+from rlhpc.agents.preload import preload, rehearse, run_program
 from rlhpc.base.processes import child_command, child_environment, die_with, end_with_parent, keep_pipes, stay_at
 from rlhpc.base.user_code import load, try_out
 from rlhpc.protocol.errors import ConfigError, RoleFailed
@@ -72,9 +74,9 @@ Told = Callable[[Ended], None]
 class AgentProcesses:
     """Belongs to one event loop, and to the thread that runs it."""
 
-    def __init__(self, function: str, command: Sequence[str]) -> None:
-        """function: package.module:function; "": command is executed instead."""
-        self._what = (function,) if function else ("--", *command)
+    def __init__(self, function: str, command: Sequence[str], modules: Sequence[str] = ()) -> None:
+        """function: package.module:function; "": command is executed instead.  modules: agent.preload."""
+        self._what = (",".join(modules), *((function,) if function else ("--", *command)))
         self._told: dict[str, Told] = {}
         self._host: Process | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -90,7 +92,7 @@ class AgentProcesses:
         self._say(start=session, record=record, variables=variables)
 
     async def try_start(self) -> None:
-        """Import the user's module and start no agent.  Raises RoleFailed if none could be started."""
+        """Import the user's modules and start no agent.  Raises RoleFailed if none could be started."""
         await self._open()
         await self.close()
 
@@ -212,10 +214,16 @@ class Host:
     """Running agents, by session."""
 
     def __init__(
-        self, function: Callable[[Any], object] | None, command: Sequence[str], inbox: int, outbox: int
+        self,
+        function: Callable[[Any], object] | None,
+        command: Sequence[str],
+        inbox: int,
+        outbox: int,
+        *,
+        forks_programs: bool = False,
     ) -> None:
-        """inbox, outbox: file descriptors for JSON lines."""
-        self._function, self._command = function, command
+        """inbox, outbox: file descriptors for JSON lines.  forks_programs: the command is Python's, run in a fork."""
+        self._function, self._command, self._forks_programs = function, command, forks_programs
         self._inbox, self._outbox = inbox, outbox
         self._agents: dict[str, _Agent] = {}
         self._selector = selectors.DefaultSelector()
@@ -312,26 +320,33 @@ class Host:
             for descriptor in (self._inbox, self._outbox):
                 os.close(descriptor)
             if self._function is None:
-                self._execute(record, output)
+                _connect(record, output)
+                if not self._forks_programs:
+                    self._execute(output)
             _draw_anew()
-            status = _call(self._function, record, output)
+            program = self._command[1:]
+            status = run_program(program) if self._function is None else _call(self._function, record, output)
         except BaseException:  # noqa: BLE001  a copy of the host must never return into its loop
             traceback.print_exc()
         finally:
             os._exit(status)
 
-    def _execute(self, record: str, output: int) -> NoReturn:
-        # Not a pipe, which would block on a long record that the program does not read.
-        with tempfile.TemporaryFile() as file:
-            file.write(record.encode())
-            file.seek(0)
-            os.dup2(file.fileno(), 0)
-        os.dup2(output, 1)
+    def _execute(self, output: int) -> NoReturn:
         try:
             os.execvp(self._command[0], list(self._command))
         except OSError as error:  # it existed when the run was checked, perhaps on another node
             os.write(output, f"{self._command[0]}: {error.strerror}".encode())
         os._exit(_NO_PROGRAM)
+
+
+def _connect(record: str, output: int) -> None:
+    """Make the record the standard input of a program, and the pipe its standard output."""
+    # Not a pipe, which would block on a long record that the program does not read.
+    with tempfile.TemporaryFile() as file:
+        file.write(record.encode())
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    os.dup2(output, 1)
 
 
 def _draw_anew() -> None:
@@ -355,9 +370,8 @@ def _woken_by_children() -> int:
     return wakings
 
 
-def _call(function: Callable[[Any], object] | None, record: str, output: int) -> int:
+def _call(function: Callable[[Any], object], record: str, output: int) -> int:
     """Call the function: its result becomes the last line of output, an exception's name and text likewise."""
-    assert function is not None
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     status = 0
     try:
@@ -409,20 +423,23 @@ def main(parent_pid: int, what: Sequence[str]) -> int:
     signal.signal(_PARENT_DIED, _leave)
     die_with(parent_pid, _PARENT_DIED)
     inbox, outbox = keep_pipes()
-    function, command = (None, what[1:]) if what[0] == "--" else (what[0], ())
+    modules = tuple(filter(None, what[0].split(",")))
+    function, command = (None, what[2:]) if what[1] == "--" else (what[1], ())
     host = Host(None, command, inbox, outbox)
     try:
         loaded = None
+        preload(modules)
         if function is not None:
             loaded = try_out("agent.function", function, "its import", lambda: load("agent.function", function))
             _refuse_parameters(function, loaded)
     except ConfigError as error:
         host.say(ready=str(error.__cause__ if isinstance(error.__cause__, ConfigError) else error))
         return 1
+    rehearse()
     # Loaded modules share memory with every agent, unless the garbage collector writes into it.
     gc.collect()
     gc.freeze()
-    host = Host(loaded, command, inbox, outbox)
+    host = Host(loaded, command, inbox, outbox, forks_programs=bool(modules))
     host.say(ready="")
     host.run()
     return 0

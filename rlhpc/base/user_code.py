@@ -19,6 +19,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from rlhpc.base.near_names import near_hint, nearest
@@ -175,8 +176,21 @@ def load(key: str, path: str, said: str | None = None) -> Any:
     """
     value = f"{key}={said or repr(path)}"
     module_name, name = _parts(path)
+    module = load_module(value, module_name)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(
+            f"{value}: {module_name}.{name} is {found!r}, which cannot be called; legal: a function"
+            if hasattr(module, name)
+            else f"{value}: {module_name} has no function {name!r}"
+        )
+    return found
+
+
+def load_module(value: str, module_name: str) -> ModuleType:
+    """Import the module that a key names; value: that key with its value.  Raises ConfigError if it cannot be."""
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{value}: cannot import {module_name}: {error}{_last_line(error)}") from error
     except Exception as error:  # it is not our code
@@ -186,14 +200,6 @@ def load(key: str, path: str, said: str | None = None) -> Any:
             f"{value}: {module_name} is a program, which ends when it is imported ({error!r}); legal: what it does by "
             "itself below if __name__ == '__main__'"
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(
-            f"{value}: {module_name}.{name} is {found!r}, which cannot be called; legal: a function"
-            if hasattr(module, name)
-            else f"{value}: {module_name} has no function {name!r}"
-        )
-    return found
 
 
 def takes(key: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:

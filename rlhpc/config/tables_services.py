@@ -181,6 +181,9 @@ class CompositeConfig(Section):
             yield f"{key} has no effect: no dataset has the task {name!r}; legal: leave it out, or data.task={name!r}"
 
 
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")  # its name
+
+
 class AgentConfig(Section):
     """[agent]: the program that converses with the policy in datasets with data.environment = "agent"."""
 
@@ -192,6 +195,9 @@ class AgentConfig(Section):
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Instead: a program and its arguments, started for every rollout.  The record is its standard input, as JSON; the
     last line that it prints is the reward."""
+    preload: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Modules that are imported once, such as "openai", in the process whose forks the agents are. A `command` is then
+    `python` with a file or with -m and a module, and costs no start of an interpreter."""
     turn_timeout_s: Annotated[Duration, Usual(1, 86400, SECONDS)] = 120.0
     """An agent without a pending request for longer is killed: while it starts, between two turns, until it reports."""
     max_sessions: Annotated[Positive, Usual(1, 1e5, PROCESSES)] = 256
@@ -210,6 +216,18 @@ class AgentConfig(Section):
             yield f"{key.function} beside {key.command}; legal: one of them"
         if self.function and not is_import_path(self.function):
             yield f"{key.function}; legal: package.module:function"
+
+    @rule
+    def what_is_preloaded_is_pythons(self, config: Config, key: Keys) -> Faults:
+        """`preload`: names of modules; with a `command` that is `python`, then a file, or -m and a module."""
+        if wrong := [name for name in self.preload if not _MODULE.fullmatch(name)]:
+            yield f"{key.preload}: {wrong[0]!r}; legal: names of modules, such as openai or package.module"
+        program, *words = (*self.command, "", "", "")[:3]
+        is_python = program in ("python", "python3") and (
+            words[1] != "" if words[0] == "-m" else words[0][:1] not in ("", "-")
+        )
+        if self.preload and self.command and not is_python:
+            yield f"{key.preload} beside {key.command}; legal: python, then a file, or -m and a module; or no preload"
 
     @rule
     def an_agent_answers_while_its_lease_holds(self, config: Config, key: Keys) -> Faults:

@@ -39,6 +39,10 @@ def test_a_function_and_a_command_are_accepted() -> None:
     [
         (OWN, {}, {}, "needs agent.function .* or agent.command"),
         (OWN, RUN | {"command": ["x"]}, {}, r"beside agent.command=\['x'\]; legal: one of them"),
+        (OWN, {"command": ["bash", "x"], "preload": ["json"]}, {}, r"preload=\['json'\] beside agent.command=\['bash'"),
+        (OWN, {"command": ["python", "-u", "x"], "preload": ["json"]}, {}, "legal: python, then a file, or -m and a m"),
+        (OWN, {"command": ["python", "-m"], "preload": ["json"]}, {}, "legal: python, then a file, or -m and a module"),
+        (OWN, RUN | {"preload": ["a, b"]}, {}, "agent.preload=.*'a, b'; legal: names of modules"),
         (OWN, {"function": "solve.py"}, {}, "agent.function='solve.py'; legal: package.module:function"),
         (OWN, RUN | {"turn_timeout_s": 600.0}, {}, "turn_timeout_s=600 is not below admission.lease_deadline_s=600"),
         (OWN | {"use_chat_template": False}, RUN, {}, "use_chat_template=false"),

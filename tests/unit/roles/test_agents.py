@@ -24,6 +24,7 @@ from rlhpc.config.tables import AGENT
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.protocol.errors import RoleFailed
 from rlhpc.protocol.messages import LeaseReturn
 from rlhpc.protocol.types import Prefix, Prompt, Rollout, ScoredRollout, Verdict
 from rlhpc.rewards.outcomes import NoReward
@@ -191,9 +192,10 @@ async def test_token_ids_of_a_prompt_are_those_of_the_row(model: Path, monkeypat
     ("agent", "reward", "detail"),
     [
         ({"command": [sys.executable, "-m", AGENTS]}, 1.5, ""),  # it gets the record; its last line is the reward
+        ({"command": ["python", "-m", AGENTS], "preload": ["openai"]}, 1.5, ""),  # likewise, in a fork
         (function("talkative"), 0.5, ("and then " * 100)[:500]),  # a long detail is cut
     ],
-    ids=["program", "talkative"],
+    ids=["program", "fork", "talkative"],
 )
 async def test_what_an_agent_reports_at_its_end_is_the_reward(
     model: Path, agent: dict[str, Any], reward: float, detail: str
@@ -441,6 +443,49 @@ async def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
         ended = await told.get()
     await processes.close()
     assert ended.fault == f"it ended with exit status 127: {tmp_path / 'solve'}: No such file or directory"
+
+
+PROGRAM = """
+import atexit, json, os, random, sys, threading, time
+
+is_loaded, num_threads = "openai.types.chat.chat_completion" in sys.modules, threading.active_count()
+record = json.load(sys.stdin)
+atexit.register(lambda: print(json.dumps(said)))
+said = {"words": sys.argv, "name": __name__, "place": sys.path[0], "loaded": is_loaded, "threads": num_threads}
+said |= {"drawn": random.random(), "host": os.getppid(), "num_read": len(record["long"])}
+threading.Thread(target=lambda: (time.sleep(0.2), said.update(is_waited_for=True))).start()
+exec(record["then"])
+"""
+
+
+async def test_a_python_program_in_a_fork_runs_as_if_an_interpreter_had_started_for_it(tmp_path: Path) -> None:
+    program, ended = tmp_path / "solve.py", dict[str, list[Ended]]()
+    program.write_text(PROGRAM)
+    records = {then: json.dumps({"then": then, "long": "x" * 200_000}) for then in ("", "sys.exit(3)", "1 / 0")}
+    for words, modules in ((("python", str(program), "--fast"), ("openai",)), ((sys.executable, str(program)), ())):
+        processes, told = AgentProcesses("", words, modules), asyncio.Queue[Ended]()
+        for then, record in records.items():
+            await processes.start(then, record, {}, told.put_nowait)
+            async with asyncio.timeout(PATIENCE_S):
+                ended.setdefault(then, []).append(await told.get())
+        await processes.close()
+    for in_fork, alone in ended.values():
+        assert in_fork.status == alone.status
+        here, there = (json.loads(each.said.splitlines()[-1]) for each in (in_fork, alone))
+        assert here.pop("words") == [*there.pop("words"), "--fast"]
+        assert (here.pop("loaded"), there.pop("loaded")) == (True, False)  # by the rehearsal: openai alone does not
+        assert here.pop("drawn") != there.pop("drawn")
+        assert here.pop("host") != there.pop("host")
+        assert here == there
+        assert (here["is_waited_for"], here["threads"]) == (True, 1)
+    hosts = {json.loads(in_fork.said.splitlines()[-1])["host"] for in_fork, _ in ended.values()}
+    assert len(hosts) == 1
+    assert [in_fork.status for in_fork, _ in ended.values()] == [0, 3, 1]
+
+
+async def test_a_module_that_cannot_be_preloaded_is_named_before_an_agent_starts() -> None:
+    with pytest.raises(RoleFailed, match=r"no agent can be started: agent.preload='no_such_module': .*No module named"):
+        await AgentProcesses("", ("python", "solve.py"), ("json", "no_such_module")).try_start()
 
 
 # -------------------------------------------------------------------------------------------------- reports of programs
