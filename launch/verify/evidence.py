@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.buffer import BUFFERED_FILE
 from rlhpc.buffer.history import EventFold, Position
 from rlhpc.buffer.journal import JournalContent, journal_paths, read_journal
-from rlhpc.buffer.segment_format import ROUTE_COLUMNS, TEACHER_COLUMNS, routes_of, teachers_of
+from rlhpc.buffer.segment_format import ROUTE_COLUMNS, ROW_COLUMNS, TEACHER_COLUMNS, routes_of, teachers_of
 from rlhpc.buffer.segments import read_raw_columns, segment_paths
 from rlhpc.config.file import read_resolved
 from rlhpc.config.rules import Config
 from rlhpc.models.routes import fault_of
 from rlhpc.protocol.errors import CheckpointError, JournalError, RunDirectoryError, SegmentError
-from rlhpc.protocol.types import TeacherScores, Verdict
+from rlhpc.protocol.types import TeacherScores, Verdict, row_fault
 from rlhpc.roles.controller.state import STATE_FILE, Totals, read_saved_state
 from rlhpc.training.checkpoint_directory import (
     COMPLETE,
@@ -67,7 +67,8 @@ JOURNAL_ROW = np.dtype(
         ("is_error", "?"),  # the verifier's
         ("oldest", "<i8"),  # version of a token; -1: not looked at, or no tokens
         ("newest", "<i8"),
-        ("is_sorted", "?"),
+        ("is_sorted", "?"),  # in every row
+        ("has_odd_rows", "?"),
         ("teacher", "<i8"),  # CRC32 of what its teacher has said; -1: not looked at, or no teacher
         ("is_teacher_faulty", "?"),
         ("attempt", "<i8"),
@@ -141,9 +142,10 @@ def rollout_rows(content: JournalContent, *, is_quick: bool) -> NDArray[Any]:
         row["prompt"], row["admitted_version"] = rollout.prompt_id, record.admitted_version
         row["num_tokens"], row["reward"] = len(versions), record.scored.reward
         row["is_error"] = record.scored.verdict is Verdict.VERIFIER_ERROR
+        row["has_odd_rows"] = bool(rollout.row_fault)
         if len(versions) and not is_quick:
             row["oldest"], row["newest"] = versions.min(), versions.max()
-            row["is_sorted"] = bool((np.diff(versions) >= 0).all())
+            row["is_sorted"] = all((np.diff(versions[each]) >= 0).all() for each in rollout.rows)
         if (teacher := record.scored.teacher) is not None and not is_quick:
             row["teacher"] = _crc_of(teacher)
             row["is_teacher_faulty"] = bool(teacher.fault(len(rollout.token_ids)))
@@ -280,7 +282,7 @@ def _saved_group(state: dict[str, Any]) -> SavedGroup:
 
 GROUP_COLUMNS = ("group_id", "prompt_id", "admitted_version", "consumed_step", "drop_reason", "trained_version", "applied", "group_size", "rollout_offsets")  # fmt: skip  # noqa: E501
 MEMBER_COLUMNS = ("sample_index", "reward", "verdict", "token_offsets")
-FULL_COLUMNS = ["rollouts/versions", *TEACHER_COLUMNS, "groups/prompt_offsets", *ROUTE_COLUMNS]
+FULL_COLUMNS = ["rollouts/versions", *TEACHER_COLUMNS, "groups/prompt_offsets", *ROUTE_COLUMNS, *ROW_COLUMNS]
 SEGMENT_ROW = np.dtype(
     [
         ("group", "<i8"),
@@ -341,22 +343,43 @@ class SegmentEvidence:
         self._count_lengths(rows, owner, np.diff(token_offsets))
         teachers = np.full(len(samples), -1, np.int64)
         if not is_quick:
-            self._look_at_versions(rows, owner, samples, columns["rollouts/versions"], token_offsets)
+            starts = self._row_starts(rows, owner, samples, columns)
+            self._look_at_versions(rows, owner, samples, columns["rollouts/versions"], token_offsets, starts)
             for row, teacher in teachers_of(columns):
                 teachers[row] = _crc_of(teacher)
                 if fault := teacher.fault(int(token_offsets[row + 1] - token_offsets[row])):
                     self._accuse(f"of a completion: {fault}", rows, owner, samples, row)
-            self._look_at_routes(rows, owner, samples, columns)
+            self._look_at_routes(rows, owner, samples, columns, starts)
         if witness is not None:
             witness(path, keys, columns["rollouts/reward"], np.diff(token_offsets), teachers)
         self.num_rollouts += len(samples)
         self.parts.append(rows)
 
-    def _look_at_routes(
+    def _row_starts(
         self, rows: NDArray[Any], owner: NDArray[Any], samples: NDArray[Any], columns: dict[str, NDArray[Any]]
+    ) -> dict[int, NDArray[Any]]:
+        """First tokens of further rows, of each rollout (by its place in the file) that has any."""
+        lengths, cuts, found = np.diff(columns["rollouts/token_offsets"]), columns["rollouts/row_offsets"], {}
+        for row in np.flatnonzero(np.diff(cuts)).tolist():
+            starts = columns["rollouts/row_starts"][cuts[row] : cuts[row + 1]]
+            if fault := row_fault(starts, int(lengths[row])):
+                self._accuse(f"of a completion: {fault}", rows, owner, samples, row)
+            else:
+                found[row] = starts
+        return found
+
+    def _look_at_routes(
+        self,
+        rows: NDArray[Any],
+        owner: NDArray[Any],
+        samples: NDArray[Any],
+        columns: dict[str, NDArray[Any]],
+        starts: Mapping[int, NDArray[Any]],
     ) -> None:
         prompts = np.diff(columns["groups/prompt_offsets"])[owner]
         lengths = prompts + np.diff(columns["rollouts/token_offsets"])
+        for row, of_row in starts.items():
+            lengths[row] = prompts[row] + of_row[0]  # routes are of the first row
         for row, routes in routes_of(columns):
             self.num_routed += 1
             if fault := fault_of(routes, int(lengths[row])):
@@ -398,9 +421,11 @@ class SegmentEvidence:
         samples: NDArray[Any],
         versions: NDArray[Any],
         offsets: NDArray[Any],
+        starts: Mapping[int, NDArray[Any]],
     ) -> None:
         falls = np.flatnonzero(np.diff(versions) < 0) + 1  # tokens that are older than the one before
-        falls = falls[~np.isin(falls, offsets)]
+        begin = np.concatenate([offsets, *(offsets[row] + of_row for row, of_row in starts.items())])
+        falls = falls[~np.isin(falls, begin)]
         for row in np.unique(np.searchsorted(offsets, falls, side="right") - 1):
             self._accuse("has tokens of a version after tokens of a later one", rows, owner, samples, int(row))
         for name, ufunc, start in (("oldest", np.minimum, 1 << 60), ("newest", np.maximum, -1)):

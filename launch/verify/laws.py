@@ -570,6 +570,9 @@ def _look_at_journal_versions(check: Check, evidence: Evidence, places: Places, 
     for row in rows[~rows["is_sorted"]]:
         text = f"group {row['group']}: sample {row['sample']} has tokens of a version after tokens of a later one"
         check.accuse(evidence.journal.offence_at(row, text))
+    for row in rows[rows["has_odd_rows"]]:
+        text = f"group {row['group']}: sample {row['sample']} has rows that do not fit its tokens"
+        check.accuse(evidence.journal.offence_at(row, text))
     is_open = np.isin(rows["group"], np.flatnonzero(np.isin(places.of, (BUFFERED, IN_FLIGHT))))
     for row in rows[is_open & ((rows["newest"] > top) | (rows["admitted_version"] > top))]:
         newest = max(row["newest"], row["admitted_version"])

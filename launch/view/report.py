@@ -386,6 +386,7 @@ CURVES: tuple[tuple[str, dict[str, str], bool], ...] = (
         True,
     ),
     ("Completion (tokens)", {"mean": "length/completion_mean", "longest": "length/completion_max"}, True),
+    ("Turns and rows of a rollout", {"turns": "length/turns_mean", "rows": "length/rows_mean"}, True),
     ("Staleness (versions)", {"mean": "staleness/mean", "max": "staleness/max", "bound": "staleness/bound"}, True),
     ("Idle (share of the time)", {"generators": "generator/idle_ratio", "trainer": "trainer/idle_ratio"}, True),
     ("Tokens a second", {"sampled": "generator/tokens_per_s", "trained": "trainer/tokens_per_s"}, True),

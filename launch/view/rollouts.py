@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from launch.common.text import counted, escaped
-from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.algorithms.samples import SampleMaker, on_completion
 from rlhpc.base.near_names import near_hint
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.batches import ResolvedGroup
@@ -31,7 +31,17 @@ from rlhpc.config.rules import Config
 from rlhpc.data.prompts import Origins
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import ConfigError, JournalError, RoleFailed, SegmentError
-from rlhpc.protocol.types import Bool, Float32, Int32, Prompt, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.protocol.types import (
+    Bool,
+    Float32,
+    Int32,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    TrainingSample,
+    Verdict,
+)
 
 # ---------------------------------------------------------------------------------------------------------------- texts
 #
@@ -233,6 +243,9 @@ class SeenRollout:
     teacher_logprobs: Float32 | None = None  # [Lc] natural log; None: no teacher was asked
     dataset: str = ""  # name of the dataset of the prompt
     record: str = ""  # its file and line; "": it cannot be told
+    row_starts: list[int] = field(default_factory=list)  # first token of each row but the first
+    num_shared: list[int] = field(default_factory=list)  # tokens at the beginning of each row that an earlier one has
+    row_texts: list[str] = field(default_factory=list)  # of several rows the text of each, without that beginning
 
     @property
     def staleness(self) -> int | None:
@@ -391,16 +404,18 @@ class RunRollouts:
         if self._maker.normalization != "off" and not is_whole:
             return {}  # they are normalised over groups that are missing here
         try:
-            samples = iter(self._maker([found.resolved.group for found in batch]))
+            samples = self._maker([found.resolved.group for found in batch])
         except (ValueError, ConfigError, RoleFailed) as error:
             self._tell(f"step {batch[0].resolved.consumed_step}: no advantages: {error}")
             return {}
-        known: dict[int, list[Float32]] = {}
-        for found in batch:
-            group = found.resolved.group
-            start = len(group.prompt.token_ids)
-            known[group.group_id] = [next(samples).advantages[start:] for _ in group.members]
-        return known
+        by_rollout: dict[tuple[int, int], list[TrainingSample]] = {}
+        for sample in samples:
+            by_rollout.setdefault((sample.group_id, sample.sample_index), []).append(sample)
+        rollouts = {found.resolved.group.group_id: found.resolved.group.members for found in batch}
+        return {
+            group_id: [on_completion(m.rollout, by_rollout[group_id, m.rollout.sample_index]) for m in members]
+            for group_id, members in rollouts.items()
+        }
 
     def _seen(self, found: FoundGroup, scored: ScoredRollout, advantages: Float32 | None) -> SeenRollout:
         resolved, rollout, prompt = found.resolved, scored.rollout, found.resolved.group.prompt
@@ -434,7 +449,16 @@ class RunRollouts:
             teacher_logprobs=None if scored.teacher is None else scored.teacher.logprobs.copy(),
             dataset=self._dataset(prompt),
             record="" if self._origins is None else self._origins.record(prompt),
+            **self._rows(rollout),
         )
+
+    def _rows(self, rollout: Rollout) -> dict[str, Any]:
+        if not len(rollout.row_starts):
+            return {}
+        shared, rows = rollout.num_shared, rollout.rows
+        own = [rollout.token_ids[row.start + num : row.stop] for row, num in zip(rows, shared, strict=True)]
+        texts = [self.texts.whole(token_ids) for token_ids in own]
+        return {"row_starts": rollout.row_starts.tolist(), "num_shared": shared, "row_texts": texts}
 
 
 def sample_of(rollouts: Iterator[SeenRollout], number: int, choose: Callable[[int], int]) -> list[SeenRollout]:
@@ -499,8 +523,8 @@ def as_document(seen: SeenRollout) -> dict[str, Any]:
 
 
 def ranges(versions: Int32) -> str:
-    """ "3", or "3 to 5"; versions never fall within a completion."""
-    first, last = int(versions[0]), int(versions[-1])
+    """ "3", or "3 to 5"."""
+    first, last = int(versions.min()), int(versions.max())
     return f"{first}" if first == last else f"{first} to {last}"
 
 
@@ -534,7 +558,12 @@ def _completion(seen: SeenRollout) -> Iterator[str]:
     yield f"      {_origin(seen)}"
     if seen.detail:
         yield f"      verifier: {escaped(seen.detail)}"
-    yield from _block("completion", seen.completion)
+    if not seen.row_texts:
+        yield from _block("completion", seen.completion)
+    for number, (text, shared) in enumerate(zip(seen.row_texts, seen.num_shared, strict=True)):
+        if shared:
+            yield from _block(f"row {number}", f"… {counted(shared, 'token')} as in an earlier row …")
+        yield from _block("" if shared else f"row {number}", text)
 
 
 def _worth(seen: SeenRollout) -> str:
@@ -547,7 +576,8 @@ def _worth(seen: SeenRollout) -> str:
 
 def _origin(seen: SeenRollout) -> str:
     age = "" if seen.staleness is None else f", trained at {seen.trained_version}: staleness {seen.staleness}"
-    said = f"{counted(len(seen.token_ids), 'token')}, {seen.finish_reason}; versions {ranges(seen.versions)}"
+    rows = f" in {len(seen.row_texts)} rows" if seen.row_texts else ""
+    said = f"{counted(len(seen.token_ids), 'token')}{rows}, {seen.finish_reason}; versions {ranges(seen.versions)}"
     return f"{said}, admitted at {seen.admitted_version}{age}"
 
 

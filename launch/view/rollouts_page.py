@@ -172,7 +172,10 @@ def _document(rollouts: RunRollouts, index: _Index, contents: _Contents, num_lef
 
 
 def _in_full(seen: SeenRollout, texts: Texts, pieces: dict[str, int], ids: dict[int, int]) -> dict[str, Any]:
-    """t: pieces of the text; l: hundredths of a nat below certainty; v: (version, tokens); m: tokens without a loss."""
+    """t: pieces of the text; l: hundredths of a nat below certainty; v: (version, tokens); m: tokens without a loss.
+
+    r: (first token, tokens at its beginning that an earlier row has) of further rows.
+    """
     found = []
     for piece, token in zip(texts.pieces(seen.token_ids), seen.token_ids.tolist(), strict=True):
         place = pieces.setdefault(piece, len(pieces))
@@ -184,6 +187,7 @@ def _in_full(seen: SeenRollout, texts: Texts, pieces: dict[str, int], ids: dict[
         "v": [[version, len(list(run))] for version, run in groupby(seen.versions.tolist())],
         "a": _advantages(seen),
         "m": [place for place, counts in enumerate(seen.loss_mask.tolist()) if not counts],
+        "r": [list(pair) for pair in zip(seen.row_starts, seen.num_shared[1:], strict=True)],
         "parts": {name: _rounded(value, 4) for name, value in seen.reward_parts.items()},
         "detail": seen.detail,
     }

@@ -43,20 +43,29 @@ def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def length_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Tokens of completions and prompts, turns, and the share of completions cut by a limit.  Empty without groups."""
+    """Tokens of completions and prompts, turns, rows, and the share of completions cut by a limit.
+
+    Empty without groups.
+    """
     if not groups:
         return {}
     lengths, rollouts = completion_lengths(groups), _rollouts(groups)
     num_sampled = [np.count_nonzero(rollout.loss_mask) for rollout in rollouts]
     pairs = zip(rollouts, num_sampled, strict=True)
-    num_turns = [1 if count == len(rollout.loss_mask) else _num_turns(rollout) for rollout, count in pairs]
+    num_turns = [
+        1 if count == len(rollout.loss_mask) and not len(rollout.row_starts) else _num_turns(rollout)
+        for rollout, count in pairs
+    ]
+    num_rows = [1 + len(rollout.row_starts) for rollout in rollouts]
     return {
         "length/prompt_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
         "length/completion_mean": float(lengths.mean()),
         "length/completion_max": float(lengths.max()),
         "length/truncated_share": _share([r.finish_reason is FinishReason.LENGTH for r in rollouts]),
         "length/turns_mean": float(np.mean(num_turns)),
-        "length/read_share": 1 - sum(num_sampled) / max(1, lengths.sum()),
+        "length/rows_mean": float(np.mean(num_rows)),
+        "length/rows_max": float(max(num_rows)),
+        "length/read_share": 1 - sum(num_sampled) / max(1, sum(len(rollout.token_ids) for rollout in rollouts)),
     }
 
 
@@ -70,8 +79,11 @@ def teacher_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _num_turns(rollout: Rollout) -> int:
-    """Number of contiguous spans of tokens that the policy sampled."""
-    return int(np.count_nonzero(np.diff(rollout.loss_mask.astype(np.int8), prepend=0) == 1))
+    """Number of contiguous spans of tokens that the policy sampled, in all rows."""
+    mask, starts = rollout.loss_mask, rollout.row_starts
+    begins = np.diff(mask.astype(np.int8), prepend=0) == 1
+    begins[starts] = mask[starts]  # whatever stands before it belongs to another row
+    return int(np.count_nonzero(begins))
 
 
 def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> dict[str, float]:
@@ -82,8 +94,10 @@ def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> di
     """
     if not groups:
         return {}
-    ages, versions = staleness(groups, policy_version), [rollout.versions for rollout in _rollouts(groups)]
-    are_one = [each.item(0) == each.item(-1) for each in versions]  # of most: they never decrease
+    rollouts = _rollouts(groups)
+    ages, versions = staleness(groups, policy_version), [rollout.versions for rollout in rollouts]
+    # Of most: versions never decrease within a row.
+    are_one = [not len(each.row_starts) and each.versions.item(0) == each.versions.item(-1) for each in rollouts]
     pairs = list(zip(versions, are_one, strict=True))
     num_versions = np.array([1 if is_one else len(np.unique(each)) for each, is_one in pairs])
     total = sum(each.item(0) * len(each) if is_one else int(each.sum(dtype=np.int64)) for each, is_one in pairs)
@@ -97,9 +111,9 @@ def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> di
 
 
 def route_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Share of tokens with routes, of all but the last of each rollout, which no engine computes."""
+    """Share of tokens with routes, of all but the last of each row, which no engine computes."""
     pairs = [(len(group.prompt.token_ids), member.rollout) for group in groups for member in group.members]
-    total = sum(length + len(rollout.token_ids) - 1 for length, rollout in pairs)
+    total = sum(len(rollout.token_ids) + (length - 1) * len(rollout.rows) for length, rollout in pairs)
     known = sum(rollout.routes.num_tokens for _, rollout in pairs if rollout.routes is not None)
     return {"rollout/routed_share": known / total} if total else {}
 
@@ -143,8 +157,8 @@ def rewards(groups: Sequence[RolloutGroup]) -> Float32:
 
 
 def completion_lengths(groups: Sequence[RolloutGroup]) -> Int32:
-    """Tokens of every completion, int32."""
-    return np.array([len(rollout.token_ids) for rollout in _rollouts(groups)], np.int32)
+    """Tokens of every completion, int32; a beginning that its rows share counts once."""
+    return np.array([rollout.num_distinct_tokens for rollout in _rollouts(groups)], np.int32)
 
 
 def staleness(groups: Sequence[RolloutGroup], policy_version: int) -> Int32:

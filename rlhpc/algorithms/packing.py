@@ -452,7 +452,7 @@ def _check_sample(sample: TrainingSample) -> None:
     arrays = [sample.loss_mask, sample.behaviour_logprobs, sample.advantages, sample.versions]
     if sample.teacher_logprobs is not None:
         arrays.append(sample.teacher_logprobs)
-    name = f"sample {sample.sample_index} of group {sample.group_id}"
+    name = f"sample {sample.sample_index} of group {sample.group_id}" + (f", row {sample.row}" if sample.row else "")
     if any(array.shape != sample.token_ids.shape for array in arrays):
         raise ValueError(f"{name}: arrays of shapes {[a.shape for a in arrays]} for {sample.token_ids.shape} tokens")
     if len(sample.token_ids) < 2:

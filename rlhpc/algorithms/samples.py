@@ -1,17 +1,21 @@
-"""Turn the groups of a batch into training samples: advantages, and the weight of each sample in the loss.
+"""Turn the groups of a batch into training samples, one for each row: advantages, and the weight of each in the loss.
 
 In this file: loss aggregation, as a factor of each sequence; minibatches; reward shaping; rewards of tokens; what a
 teacher says of tokens; samples.
 
-Input: RolloutGroup.  Output: TrainingSample.  Entry t of every array describes token t of prompt and completion
-together (types.py); no shift happens here or later.  Loads without torch.
+Input: RolloutGroup.  Output: TrainingSample.  Entry t of every array describes token t of prompt and row together
+(types.py); no shift happens here or later.  Loads without torch.
+
+Rows share all that is their rollout's: its advantage, its weight in the loss, its place in a minibatch.  A rollout
+counts once, however many rows it has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,7 +23,7 @@ from numpy.typing import NDArray
 
 from rlhpc.algorithms.estimators import make_estimator, normalization, normalize
 from rlhpc.config.rules import Config
-from rlhpc.config.tables_algorithm import AlgorithmConfig, ShapingConfig
+from rlhpc.config.tables_algorithm import AlgorithmConfig, RowCredit, ShapingConfig
 from rlhpc.protocol.contracts import AdvantageEstimator
 from rlhpc.protocol.errors import RoleFailed
 from rlhpc.protocol.types import (
@@ -36,7 +40,7 @@ from rlhpc.protocol.types import (
 
 # ---------------------------------------------------------------------------------------------------------- aggregation
 #
-# Loss aggregation: how token losses become one number, as a factor for each sequence.
+# Loss aggregation: how token losses become one number, as a factor for each sequence, a rollout with all its rows.
 #
 # Input: samples of a batch.  Output: a factor for each, on all of its loss tokens.  The sum over tokens is divided by
 # N, the loss tokens of the batch (contracts.PolicyLoss), so that factors of 1 are a mean over tokens.  With n_i loss
@@ -52,9 +56,12 @@ from rlhpc.protocol.types import (
 
 def aggregate(samples: Sequence[TrainingSample], how: str, max_completion_tokens: int) -> list[TrainingSample]:
     """Return a batch's samples with their shares in its loss; `how`: algorithm.aggregation."""
-    counts = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.float64)
-    prompts = np.unique([sample.group_id for sample in samples], return_inverse=True)[1]
-    weights = loss_weights(counts, prompts, how, max_completion_tokens)
+    of_rows = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.float64)
+    keys = np.array([(sample.group_id, sample.sample_index) for sample in samples], np.int64).reshape(-1, 2)
+    of_rollouts, rollouts = np.unique(keys, axis=0, return_inverse=True)
+    prompts = np.unique(of_rollouts[:, 0], return_inverse=True)[1]
+    counts = np.bincount(rollouts, of_rows, len(of_rollouts)).astype(np.float64)
+    weights = loss_weights(counts, prompts, how, max_completion_tokens)[rollouts]
     return [
         sample if weight == sample.loss_weight else replace(sample, loss_weight=weight)  # most have it: a copy is dear
         for sample, weight in zip(samples, weights.tolist(), strict=True)
@@ -64,7 +71,7 @@ def aggregate(samples: Sequence[TrainingSample], how: str, max_completion_tokens
 def loss_weights(
     counts: NDArray[np.float64], prompts: NDArray[np.int64], how: str, max_completion_tokens: int
 ) -> NDArray[np.float64]:
-    """Factors [N] of sequences with `counts` loss tokens [N] that are completions of `prompts` [N], from 0."""
+    """Factors [S] of sequences with `counts` loss tokens [S] that are completions of `prompts` [S], from 0."""
     total, is_used = counts.sum(), counts > 0
     if not total:
         return np.zeros_like(counts)
@@ -85,10 +92,10 @@ def loss_weights(
 #
 # Several optimiser steps on one batch: the samples and the order of each step.
 #
-# Input: samples of a batch.  Output: minibatches, and the minibatch of every optimiser step.  A pure function of the
-# seed of the run and the step, so that a repeated step is the same.  Samples are dealt out at random, not by groups,
-# since advantages already are those of the whole batch, and a minibatch should resemble it (PPO, Schulman et al. 2017,
-# arXiv:1707.06347).
+# Input: rollouts of a batch.  Output: minibatches, and the minibatch of every optimiser step.  A pure function of the
+# seed of the run and the step, so that a repeated step is the same.  Rollouts, each with all its rows, are dealt out at
+# random, not by groups, since advantages already are those of the whole batch, and a minibatch should resemble it (PPO,
+# Schulman et al. 2017, arXiv:1707.06347).
 
 Sample = TypeVar("Sample")
 
@@ -114,7 +121,8 @@ def optimiser_steps(num_minibatches: int, num_epochs: int, seed: tuple[int, int]
 #
 #     r' = Σ weight · part                                    by part_weights; without any, the function's own reward
 #        − overlong_penalty · clip((|y| − (M − C)) / C, 0, 1)   C = overlong_tokens, M = max_completion_tokens
-#        + length_weight · |y| / M                            |y|: tokens of the completion
+#        + length_weight · |y| / M                            |y|: tokens of the completion, without those at the
+#                                                             beginning of a row that an earlier row has, too
 #
 # Soft overlong punishment, and completions that were cut off kept out of the loss ("overlong filtering"): DAPO, Yu et
 # al. 2025, §3.4 (arXiv:2503.14476).
@@ -177,7 +185,7 @@ class RewardShaping:
         return sum(weight * member.reward_parts[name] for name, weight in weights.items())
 
     def _for_length(self, rollout: Rollout) -> float:
-        length, longest = len(rollout.token_ids), self.max_completion_tokens(rollout.prompt_id)
+        length, longest = rollout.num_distinct_tokens, self.max_completion_tokens(rollout.prompt_id)
         bonus = self.settings.length_weight * length / longest
         if not (cushion := self.settings.overlong_tokens):
             return bonus
@@ -187,6 +195,9 @@ class RewardShaping:
 # -------------------------------------------------------------------------------------------------------- token rewards
 #
 # Token-level rewards: the reward earned with each token of a completion, and the return from it on.
+#
+# Rows are one after the other.  A critic judges each by itself: to it, what later rows earn is earned by the last loss
+# token of a row, undiscounted, since it leads to them.
 #
 # A reward function may report parts of a completion's reward that were earned before its end (RewardOutcome); the rest
 # of the reward goes to the last loss token, so that the sum is the shaped reward.  A part on a token that the policy
@@ -204,6 +215,16 @@ def earned(member: ScoredRollout, reward: float) -> NDArray[np.float64]:
         for place, value in member.token_rewards.items():
             found[max(0, num_chosen[place] - 1)] += value
         found[-1] += reward - found.sum()
+    return found
+
+
+def earned_by_rows(member: ScoredRollout, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The rewards [n] of loss tokens, and on the last one of each row what later rows earn."""
+    ends = np.cumsum([np.count_nonzero(member.rollout.loss_mask[row]) for row in member.rollout.rows])
+    later = rewards.sum() - np.cumsum(rewards)
+    found = rewards.copy()
+    for end in np.unique(ends[(ends > 0) & (ends < len(rewards))]):
+        found[end - 1] += later[end - 1]
     return found
 
 
@@ -301,6 +322,7 @@ class SampleMaker:
     seed: int = 0  # of the run
     spread: Spread = "alike"
     teaching: Teaching = Teaching()
+    row_credit: RowCredit = "rollout"
 
     @classmethod
     def of(cls, config: Config) -> SampleMaker:
@@ -316,6 +338,7 @@ class SampleMaker:
             config.run.seed,
             "earned" if config.has_critic else "to_come" if algorithm.advantage == "reinforce_pp" else "alike",
             Teaching.of(algorithm),
+            algorithm.row_credit,
         )
 
     def minibatches(self, groups: Sequence[RolloutGroup], step: int) -> list[list[TrainingSample]]:
@@ -323,12 +346,17 @@ class SampleMaker:
 
         Raises as __call__.
         """
-        parts = split(self(groups), self.num_minibatches, (self.seed, step))
-        return [aggregate(part, self.aggregation, self.max_completion_tokens) for part in parts]
+        rollouts = [list(rows) for _, rows in groupby(self(groups), lambda each: (each.group_id, each.sample_index))]
+        parts = split(rollouts, self.num_minibatches, (self.seed, step))
+        return [
+            aggregate([row for rows in part for row in rows], self.aggregation, self.max_completion_tokens)
+            for part in parts
+        ]
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[TrainingSample]:
-        """One sample per member, in the order of groups and members, with advantages as `spread` says.
+        """One sample per row, in the order of groups, members and rows, with advantages as `spread` says.
 
+        A row without loss tokens is left out, unless no row of its rollout has any: its first one stays.
         A zero-variance group gives samples whose advantages are zero: whether to train on them is the caller's choice
         (algorithms/estimators.py).
         Raises ValueError for samples that must not be trained on: without a verdict, aborted, with arrays that do not
@@ -346,7 +374,8 @@ class SampleMaker:
         values = self._on_tokens(groups, counts, advantages)
         if not self.teaching.is_needed:
             return _samples(groups, values)
-        scores = [self.teaching.scores(member) for group in groups for member in group.members]
+        members = [member for group in groups for member in group.members]
+        scores = [each for member in members for each in _of_rows(self.teaching.scores(member), member.rollout)]
         return _taught(_samples(groups, values), scores, self.teaching)
 
     def _on_tokens(
@@ -371,23 +400,50 @@ class SampleMaker:
         of_members = [earned(member, float(reward)) for member, reward in pairs]
         if self.spread == "to_come":
             of_members = list(map(still_to_come, of_members))
+        else:
+            of_members = list(map(earned_by_rows, group.members, of_members))
         return [values.astype(np.float32) for values in of_members]
 
     def _learnt(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with an empty loss mask for members that [shaping] masks."""
-        if not any(self.shaping.is_masked(member.rollout) for member in group.members):
+        """The group, its loss masks False where [shaping] or row_credit says so."""
+        starts = [self._learnt_from(member.rollout) for member in group.members]
+        if not any(starts):
             return group
-        return replace(
-            group,
-            members=tuple(
-                replace(member, rollout=_masked(member.rollout)) if self.shaping.is_masked(member.rollout) else member
-                for member in group.members
-            ),
-        )
+        pairs = zip(group.members, starts, strict=True)
+        members = [replace(each, rollout=_masked(each.rollout, start)) if start else each for each, start in pairs]
+        return replace(group, members=tuple(members))
+
+    def _learnt_from(self, rollout: Rollout) -> int:
+        """The token from which on the loss mask counts."""
+        if self.shaping.is_masked(rollout):
+            return len(rollout.token_ids)
+        if self.row_credit == "last" and len(rollout.row_starts):
+            return max((row.start for row in rollout.rows if rollout.loss_mask[row].any()), default=0)
+        return 0
 
 
-def _masked(rollout: Rollout) -> Rollout:
-    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+def on_completion(rollout: Rollout, samples: Iterable[TrainingSample]) -> Float32:
+    """Advantages [Lc] of a completion's tokens, from those of its samples; 0 where nothing is trained."""
+    found, rows = np.zeros(len(rollout.token_ids), np.float32), rollout.rows
+    for sample in samples:
+        row = rows[sample.row]
+        found[row] = sample.advantages[len(sample.advantages) - (row.stop - row.start) :]
+    return found
+
+
+def _masked(rollout: Rollout, start: int) -> Rollout:
+    """The rollout with no loss token before `start`."""
+    mask = rollout.loss_mask.copy()
+    mask[:start] = False
+    return replace(rollout, loss_mask=mask)
+
+
+def _trained_rows(rollout: Rollout) -> list[tuple[int, slice]]:
+    """The rows that become samples, with their numbers."""
+    if not len(rollout.row_starts):
+        return [(0, slice(None))]
+    rows = [(number, row) for number, row in enumerate(rollout.rows) if rollout.loss_mask[row].any()]
+    return rows or [(0, rollout.rows[0])]
 
 
 def _num_loss_tokens(group: RolloutGroup) -> Int32:
@@ -399,23 +455,25 @@ def _samples(groups: Sequence[RolloutGroup], advantages: Values) -> list[Trainin
 
     Made for a whole batch at once: a numpy call costs as much as its work on a short rollout.
     """
-    rollouts = [member.rollout for group in groups for member in group.members]
-    prompts = [group.prompt.token_ids for group in groups for _ in group.members]
-    num_prompt_tokens = list(map(len, prompts))
+    parts = [
+        (group.prompt.token_ids, member.rollout, number, row)
+        for group in groups
+        for member in group.members
+        for number, row in _trained_rows(member.rollout)
+    ]
+    num_prompt_tokens = [len(prompt) for prompt, *_ in parts]
     longest = max(num_prompt_tokens)
 
-    def behind(value: Any, of_completions: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
-        """`value` on every prompt token, then the completion's own values."""
+    def behind(value: Any, of_rows: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+        """`value` on every prompt token, then the row's own values."""
         on_prompts: NDArray[Any] = np.full(longest, value, dtype)
-        pairs = zip(num_prompt_tokens, of_completions, strict=True)
+        pairs = zip(num_prompt_tokens, of_rows, strict=True)
         return np.concatenate([part for length, values in pairs for part in (on_prompts[:length], values)])
 
-    token_ids = np.concatenate(
-        [ids for prompt, each in zip(prompts, rollouts, strict=True) for ids in (prompt, each.token_ids)]
-    )
-    loss_mask = behind(False, [rollout.loss_mask for rollout in rollouts], np.bool_)
-    versions = behind(-1, [rollout.versions for rollout in rollouts], np.int32)
-    behaviour_logprobs = behind(0, [rollout.behaviour_logprobs for rollout in rollouts], np.float32)
+    token_ids = np.concatenate([ids for prompt, each, _, row in parts for ids in (prompt, each.token_ids[row])])
+    loss_mask = behind(False, [each.loss_mask[row] for _, each, _, row in parts], np.bool_)
+    versions = behind(-1, [each.versions[row] for _, each, _, row in parts], np.int32)
+    behaviour_logprobs = behind(0, [each.behaviour_logprobs[row] for _, each, _, row in parts], np.float32)
     behaviour_logprobs[~loss_mask] = 0
     on_tokens = np.zeros(len(loss_mask), np.float32)
     on_tokens[loss_mask] = advantages
@@ -427,12 +485,25 @@ def _samples(groups: Sequence[RolloutGroup], advantages: Values) -> list[Trainin
         "versions": versions,
     }
     samples, start = list[TrainingSample](), 0
-    for rollout, length in zip(rollouts, num_prompt_tokens, strict=True):
-        end = start + length + len(rollout.token_ids)
+    for prompt, rollout, number, row in parts:
+        end = start + len(prompt) + len(rollout.token_ids[row])
         own: dict[str, Any] = {name: column[start:end] for name, column in columns.items()}
-        samples.append(TrainingSample(rollout.group_id, rollout.sample_index, **own, routes=rollout.routes))
+        routes = rollout.routes if number == 0 else None
+        samples.append(TrainingSample(rollout.group_id, rollout.sample_index, **own, routes=routes, row=number))
         start = end
     return samples
+
+
+def _of_rows(scores: TeacherScores, rollout: Rollout) -> list[TeacherScores]:
+    """Cut scores of the loss tokens of a rollout up into those of its samples."""
+    rows = _trained_rows(rollout)
+    if len(rows) == 1:
+        return [scores]
+    borders = np.cumsum([0, *(np.count_nonzero(rollout.loss_mask[row]) for _, row in rows)])
+    return [
+        TeacherScores(scores.logprobs[first:end], scores.top_ids[first:end], scores.top_logprobs[first:end])
+        for first, end in pairwise(borders)
+    ]
 
 
 def _taught(
@@ -473,6 +544,8 @@ def _check(rollout: Rollout) -> None:
     if len(rollout.token_ids) == 0 or any(array.shape != rollout.token_ids.shape for array in arrays):
         shapes = [array.shape for array in arrays]
         raise ValueError(f"{_name(rollout)}: arrays of shapes {shapes} for {rollout.token_ids.shape} tokens")
+    if fault := rollout.row_fault:
+        raise ValueError(f"{_name(rollout)}: {fault}")
     if rollout.finish_reason is FinishReason.ABORT:
         raise ValueError(f"{_name(rollout)}: it was aborted, not finished")
 

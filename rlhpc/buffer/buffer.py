@@ -97,11 +97,13 @@ class RolloutBuffer:
         """Add a member; return its group if the group is now complete (it stays here, ready to be taken or dropped).
 
         Unwanted members are ignored.  Raises LedgerError, changing nothing, for an aborted rollout (those are handed
-        back), and for a rollout of another prompt than its group's.
+        back), for impossible rows, and for a rollout of another prompt than its group's.
         """
         rollout = scored.rollout
         if rollout.finish_reason is FinishReason.ABORT:
             raise LedgerError(f"{holder} delivered the aborted rollout {rollout.group_id}:{rollout.sample_index}")
+        if fault := rollout.row_fault:
+            raise LedgerError(f"{holder} delivered rollout {rollout.group_id}:{rollout.sample_index}: {fault}")
         record = self.ledger.wanted(rollout.group_id, rollout.sample_index)
         if record is None:
             return None

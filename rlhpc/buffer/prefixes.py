@@ -120,7 +120,7 @@ def joined(known: Prefix | None, partial: PartialRollout) -> Prefix:
 
 
 def up_to_version(prefix: Prefix, newest: int) -> Prefix | None:
-    """Of each row the tokens before the first one sampled by a version above `newest`; None: there are none."""
+    """Each row's tokens before the first one sampled by a version above `newest`; None: there are none."""
     is_newer = prefix.versions > newest
     if is_newer.any():
         rows = prefix.rows

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -151,6 +151,7 @@ ADVANTAGES = (
 OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # advantages normalised over the batch by definition
 OF_REWARDS = ("reinforce_pp", "gae")  # advantages of the rewards themselves, not of differences within a group
 DISTILLATION = "distillation"  # advantages of a teacher, and none of rewards
+RowCredit: TypeAlias = Literal["rollout", "last"]
 LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
 
 
@@ -242,8 +243,11 @@ class AlgorithmConfig(Section):
     """Keyword arguments of a loss of your own, as { clip = 0.2 }."""
     aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
     """What has equal weight in the loss: tokens, completions, tokens over a constant (Dr. GRPO), prompts."""
+    row_credit: Annotated[RowCredit, only_with("data.environment", "agent")] = "rollout"
+    """Of a rollout in several rows (an agent has rewritten its history): "rollout": every row is trained, with the
+    rollout's advantage; "last": only the last one that the policy has written in, which has the final answer."""
     minibatches: Annotated[Positive, Usual(1, 256, "optimiser steps for one pass over a batch")] = 1
-    """Optimiser steps per pass over a batch, each on its part of the samples; the policy version rises once per
+    """Optimiser steps per pass over a batch, each on its part of the rollouts; the policy version rises once per
     batch."""
     epochs: Annotated[Positive, Usual(1, 32, "passes over the same batch")] = 1
     """Passes over each batch."""

@@ -129,7 +129,7 @@ def prefix_of_failed(prefix: Prefix | None, rollout: Rollout) -> Prefix | None:
 
 
 def prefix_up_to(rollout: Rollout, version: int) -> Prefix:
-    """Of each row the tokens before the first one sampled by a later version; none: an empty prefix."""
+    """Each row's tokens before the first one sampled by a later version; none: an empty prefix."""
     whole = prefix_of(rollout)
     rows = [whole.row(row) for row in whole.rows]
     ends = [int(np.searchsorted(row.versions, version, side="right")) for row in rows]  # versions never decrease

@@ -87,6 +87,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "length/completion_mean": Metric("tokens", "mean over recently finished rollouts"),
         "length/completion_max": Metric("tokens", "longest of the recently finished rollouts"),
         "length/truncated_share": Metric("share", "recently finished rollouts cut off by a limit on tokens or turns"),
+        "length/rows_mean": Metric("rows", "mean over recently finished rollouts; 1 if no agent rewrites its history"),
+        "length/rows_max": Metric("rows", "of a recently finished rollout"),
         "length/turns_mean": Metric("turns", "mean over recently finished rollouts; 1 without environments"),
         "length/read_share": Metric("share", "tokens of completions that came from an environment"),
         # Staleness.

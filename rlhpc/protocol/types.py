@@ -198,7 +198,7 @@ class Rollout:
 
     @property
     def num_shared(self) -> list[int]:
-        """Of each row, the tokens at its beginning that an earlier row has, too."""
+        """Number of tokens at the beginning of each row that an earlier row has, too."""
         rows = [self.token_ids[row] for row in self.rows]
         return [max([0, *(_num_alike(row, other) for other in rows[:place])]) for place, row in enumerate(rows)]
 
@@ -316,6 +316,7 @@ class TrainingSample:
     teacher_top_ids: Int32 | None = None  # [n · k] of its n loss tokens: the teacher's k most likely in their place
     teacher_top_logprobs: Float32 | None = None  # [n · k] of these
     routes: Routes | None = None  # of its first tokens; the trainer's routers choose for all others
+    row: int = 0  # of its rollout
 
 
 @dataclass(frozen=True, slots=True)

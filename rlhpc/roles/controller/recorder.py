@@ -441,8 +441,12 @@ class RunRecorder(StepRecorder[_Unwritten]):
         ]
 
     def _completion(self, rollout: Rollout) -> str:
-        """Text of a completion; if it has several turns, with the special tokens between them."""
-        return self._tokenizer.decode(rollout.token_ids, keep_special_tokens=not rollout.loss_mask.all())
+        """Text of a completion, a paragraph for each row; if it has several turns, with special tokens between them."""
+        is_plain = bool(rollout.loss_mask.all())
+        rows = [
+            self._tokenizer.decode(rollout.token_ids[row], keep_special_tokens=not is_plain) for row in rollout.rows
+        ]
+        return "\n\n".join(rows)
 
     def _show_totals(self) -> None:
         """Copy totals to the live figures before the first step; if no step is left, with rates of the whole run."""

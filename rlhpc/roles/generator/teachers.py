@@ -420,7 +420,10 @@ class Teachers:
         return self._config.teacher_of(prompt.prompt_id) is not None
 
     async def scores(self, prompt: Prompt, rollout: Rollout) -> TeacherScores:
-        """Return what the teacher of a prompt says of a completion.  Raises TeacherFailed; RoleFailed without a key."""
+        """Return what the teacher of a prompt says of a completion, of each of its rows by itself.
+
+        Raises TeacherFailed; RoleFailed without a key.
+        """
         service = self._config.teacher_of(prompt.prompt_id)
         assert service is not None, "are_asked"
         if service.name not in self._teachers:
@@ -432,8 +435,21 @@ class Teachers:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
-        question = _Question(prompt.token_ids, rollout.token_ids, self._num_top)
-        return await self._teachers[service.name].ask(self._http, question)
+        teacher, http = self._teachers[service.name], self._http
+        questions = [_Question(prompt.token_ids, rollout.token_ids[row], self._num_top) for row in rollout.rows]
+        asking = [asyncio.ensure_future(teacher.ask(http, question)) for question in questions]
+        try:
+            found = await asyncio.gather(*asking)
+        finally:  # of the others, if one has failed
+            for each in asking:
+                each.cancel()
+        if len(found) == 1:
+            return found[0]
+        return TeacherScores(
+            np.concatenate([each.logprobs for each in found]),
+            np.concatenate([each.flat_top_ids for each in found]),
+            np.concatenate([each.flat_top_logprobs for each in found]),
+        )
 
     def as_metrics(self) -> dict[str, float]:
         """Figures for a heartbeat, by "teacher:KIND:SERVICE"; kinds: TEACHER_FIGURES."""

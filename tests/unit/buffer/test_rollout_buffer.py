@@ -134,6 +134,13 @@ def test_an_aborted_rollout_is_never_delivered(buffer):
     assert buffer.ledger.grant("g-0", 2).sample_indices == (0, 1)
 
 
+def test_a_rollout_whose_rows_cannot_be_is_never_delivered(buffer):
+    admit(buffer, 0)
+    with pytest.raises(LedgerError, match=r"g-0 delivered rollout 0:1: its rows begin at tokens \[0, 9\] of 4"):
+        buffer.deliver("g-0", make_scored(0, 1, length=4, row_starts=(9,)))
+    assert buffer.ledger.grant("g-0", 2).sample_indices == (0, 1)
+
+
 def test_groups_are_consumed_once_for_the_step_they_were_taken_for_and_before_their_release(buffer):
     admit(buffer, 0, 1)
     deliver(buffer, 0, 1)

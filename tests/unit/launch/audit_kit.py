@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -258,7 +259,10 @@ class AuditedRun:
         record = self.buffer.ledger.group(group_id)
         length = self.random.randint(1, 9)
         first = min(record.admitted_version, self.live)
-        versions = sorted(self.random.randint(first, self.live) for _ in range(length))
+        versions = [self.random.randint(first, self.live) for _ in range(length)]
+        others = [place for place in range(1, length) if index and place % 3 == index - 1]  # rows of some members
+        borders = [0, *others, length]
+        versions = [version for row in pairwise(borders) for version in sorted(versions[slice(*row)])]
         rollout = Rollout(
             group_id=group_id,
             sample_index=index,
@@ -268,6 +272,7 @@ class AuditedRun:
             versions=np.array(versions, np.int32),
             loss_mask=np.ones(length, np.bool_),
             finish_reason=FinishReason.STOP,
+            row_starts=np.array(others, np.int32),
         )
         reward = float(self.random.random() < 0.5)
         verdict = Verdict.CORRECT if reward else Verdict.WRONG
@@ -515,6 +520,20 @@ def a_token_is_older_than_the_one_before(layout: RunLayout, chance: random.Rando
     return _replaced(layout, chance, lambda group: _with_versions(group, change), is_long)
 
 
+def a_row_goes_on_in_the_next(layout: RunLayout, chance: random.Random) -> Falsified | None:
+    def falls(member: ScoredRollout) -> bool:
+        return bool((np.diff(member.rollout.versions) < 0).any())
+
+    def joined(group: ResolvedGroup) -> ResolvedGroup:
+        members = group.group.members
+        one_row = [replace(each.rollout, row_starts=np.empty(0, np.int32)) for each in members]
+        return _with_members(
+            group, tuple(replace(each, rollout=row) for each, row in zip(members, one_row, strict=True))
+        )
+
+    return _replaced(layout, chance, joined, lambda group: any(map(falls, group.group.members)))
+
+
 def a_teacher_has_said_something_else(layout: RunLayout, chance: random.Random) -> Falsified | None:
     """What it was, only the journal knows: of groups whose rollouts are still there."""
     known = {record.scored.rollout.group_id for content in read_journals(layout.rollouts) for record in content.records}
@@ -715,6 +734,7 @@ MUTATIONS: tuple[Callable[[RunLayout, random.Random], Falsified | None], ...] = 
     it_has_another_prompt,
     a_token_is_of_a_version_that_never_was,
     a_token_is_older_than_the_one_before,
+    a_row_goes_on_in_the_next,
     a_teacher_has_said_something_else,
     a_segment_is_gone,
     *map(an_event_is_gone, (Admitted, Taken, Trained, Dropped)),

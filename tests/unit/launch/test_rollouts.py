@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,68 @@ def test_a_transcript_has_prompt_reward_parts_advantage_versions_staleness_and_t
     ):
         assert words in text
     assert text.count("9 - 2 =") == 1  # of a group's members once
+
+
+@pytest.fixture
+def branched(tmp_path) -> TextRun:
+    """A rollout in three rows, of which the second begins as the first; its group's other one is in one."""
+    run = TextRun(tmp_path / "branched")
+    group = run.group("3 + 4 =", [("7 is it", 1.0), ("8", 0.0)], step=0)
+    first, rows = group.group.members[0], [run.tokens("7 is it"), run.tokens("7 is it or 9"), run.tokens("so 7")]
+    ends = np.cumsum([len(row) for row in rows])
+    mask = np.ones(ends[-1], np.bool_)
+    mask[ends[0] : ends[0] + len(rows[0])] = False  # copied
+    rollout = replace(
+        first.rollout,
+        token_ids=np.concatenate(rows),
+        behaviour_logprobs=np.full(ends[-1], -1, np.float32),
+        versions=np.concatenate([np.full(len(row), 2 - place, np.int32) for place, row in enumerate(rows)]),
+        loss_mask=mask,
+        row_starts=ends[:-1].astype(np.int32),
+    )
+    members = (replace(first, rollout=rollout), group.group.members[1])
+    run.seal(
+        [
+            replace(group, group=replace(group.group, members=members)),
+            run.group("1 + 1 =", [("2", 1.0), ("3", 0.0)], step=0),
+        ]
+    )
+    return run
+
+
+def test_a_transcript_shows_rows_and_what_they_share_once(branched):
+    seen = _seen(branched)
+    lines = list(transcripts(seen))
+    number = len(branched.tokens("7 is it"))
+    assert [line for line in lines if line.startswith(("row", "           │ "))] == [
+        "row 0      │ 7 is it",
+        f"row 1      │ … {number} tokens as in an earlier row …",
+        "           │  or 9",
+        "row 2      │ so 7",
+    ]
+    assert any(f"{len(seen[0].token_ids)} tokens in 3 rows, stop; versions 0 to 2" in line for line in lines)
+    document = as_document(seen[0])
+    assert (document["row_starts"], document["num_shared"]) == (seen[0].row_starts, [0, number, 0])
+
+
+def test_advantages_of_rows_stand_on_the_tokens_that_are_trained(branched):
+    (seen, *_), mask = _seen(branched), _seen(branched)[0].loss_mask
+    assert seen.advantages is not None
+    assert set(seen.advantages[mask].tolist()) == {1.0}
+    assert not seen.advantages[~mask].any()
+
+
+@pytest.mark.starts
+@needs_browser
+def test_a_browser_shows_rows_and_folds_away_what_they_share(branched, tmp_path):
+    page = tmp_path / "page.html"
+    rollouts = RunRollouts(branched.layout, tell=_pass_over)
+    write_page(page, rollouts, rollouts.each())
+    document = dom_of(page, profile=tmp_path / "profile")
+    assert texts_in(document, "row") == ["row 1", "row 2"]
+    number = len(branched.tokens("7 is it"))
+    assert f"<summary>{number} tokens as in an earlier row</summary>" in document
+    assert "in 3 rows, stop" in document
 
 
 def test_a_terminal_obeys_nothing_that_a_model_has_sampled(text_run):

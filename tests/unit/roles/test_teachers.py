@@ -95,6 +95,27 @@ async def test_a_teacher_is_asked_for_the_tokens_of_the_completion_after_the_pro
     assert server.asked == [wanted]
 
 
+async def test_every_row_is_read_by_itself_and_one_that_is_refused_costs_the_answer(tmp_path: Path) -> None:
+    starts = np.array([1, 4], np.int32)
+    branched = build.rollout(0, 0, length=6, row_starts=starts)
+    rows = [replace(branched, token_ids=branched.token_ids[row], row_starts=starts[:0]) for row in branched.rows]
+    async with TeacherServer().running() as server, asking(taught_config(num_top=2), tmp_path) as asked:
+        server.publish(tmp_path)
+        scores = await asked.scores(PROMPT, branched)
+        for each, row in zip(rows, branched.rows, strict=True):
+            own = (scores.top_ids[row].reshape(-1), scores.top_logprobs[row].reshape(-1))
+            assert_is_right(TeacherScores(scores.logprobs[row], *own), each, num_top=2)
+        assert not scores.fault(6)
+        assert sorted(len(question["prompt"]) for question in server.asked) == [3 + 1, 3 + 2, 3 + 3]
+
+        async def refuse(request: web.Request, reply: Reply) -> web.Response:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+
+        server.faults.append(refuse)
+        with pytest.raises(TeacherFailed):
+            await asked.scores(PROMPT, branched)
+
+
 async def test_many_rollouts_are_shared_out_over_all_replicas(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(TeacherServer().running()) for _ in range(3)]
