@@ -37,9 +37,10 @@ from rlhpc.protocol.types import Int32, Prefix, UInt8
 #   PartialRollout, several  ⇄  bytes: a table, a line each, runs of versions, token ids, log-probabilities; deflated
 #
 # A partial rollout states the number of tokens of its row before its own, and their checksum: it continues only those,
-# so that the receiver detects lost, duplicate or late reports, and two drafts of the same sample are never joined.
-# Rows (types.py) grow side by side; the first piece of a further row states the checksum of all rows before it.  The
-# four bytes of a number are stored separately (shuffled), as in segments.  Pure.
+# so that the receiver detects lost, duplicate or late reports, and two drafts of the same row are never joined.  Rows
+# (types.py) grow side by side; the first piece of a further row states the checksum of all rows before it.  A row may
+# stand beside those of another draft: it is exact by itself, and a dialogue that does not repeat it drops it.  The four
+# bytes of a number are stored separately (shuffled), as in segments.  Pure.
 
 
 LEVEL = 2  # 5.3 bytes a token instead of 6.3 at level 1; higher ones gain nothing

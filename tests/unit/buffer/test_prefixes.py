@@ -184,6 +184,61 @@ def test_a_row_of_one_draft_is_not_put_behind_the_rows_of_another() -> None:
     assert not replace(late, row=0).follows(known)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_of_one_draft_though_reports_are_lost_doubled_and_late(seed: int) -> None:
+    """Two drafts, whose rows begin alike, are reported over the same wire; a lost piece is made up for by a whole."""
+    rng, first = random.Random(seed), make_draft(0, 4)
+    drafts = [[make_draft(10 * draft + row, 40, first) for row in range(4)] for draft in range(2)]
+    shown, wire, known = [[4], [4]], list[PartialRollout](), None
+    for _ in range(300):
+        draft = rng.randrange(2)
+        rows, ends = drafts[draft], shown[draft]
+        row = rng.randrange(min(4, len(ends) + 1))
+        if rng.random() < 0.05:
+            whole = Prefix.of_rows([part_of(each, 0, end) for each, end in zip(rows, ends, strict=False)])
+            wire += decode_partials(*encode_partials([PartialRollout(0, 0, 0, 0, 0, whole)]))
+        elif row == len(ends):
+            before = rows_checksum(id_checksum(rows[i].token_ids[:end]) for i, end in enumerate(ends))
+            ends.append(rng.randrange(1, 9))
+            wire.append(PartialRollout(0, 0, 0, 0, before, part_of(rows[row], 0, ends[row]), row))
+        else:
+            start, ends[row] = ends[row], min(40, ends[row] + rng.randrange(1, 9))
+            before = id_checksum(rows[row].token_ids[:start])
+            wire.append(PartialRollout(0, 0, 0, start, before, part_of(rows[row], start, ends[row]), row))
+        if rng.random() < 0.1:
+            wire.pop(rng.randrange(len(wire)))
+        if wire and rng.random() < 0.1:
+            wire.append(rng.choice(wire))
+        while wire and rng.random() < 0.7:
+            piece = wire.pop(0 if rng.random() < 0.9 else rng.randrange(len(wire)))
+            if piece.follows(known):
+                known = joined(known, piece)
+                for place, own in enumerate(known.rows):
+                    assert any(is_beginning_of(known.row(own), each[place]) for each in drafts)
+    assert known is not None
+
+
+def test_rows_on_disk_are_read_as_they_were_known_over_files_and_attempts(tmp_path: Path) -> None:
+    whole = rows_of(30, 20, 10)
+    parts = [[part_of(whole.row(row), 0, (row.stop - row.start) // 2) for row in whole.rows]]
+    log = PartialLog(tmp_path, 0)
+    log.begin([PartialRollout(0, 1, 0, 0, 0, Prefix.of_rows(parts[0]))])
+    rest = [
+        PartialRollout(0, 1, 0, len(part.token_ids), id_checksum(part.token_ids),
+                       part_of(whole.row(row), len(part.token_ids), row.stop - row.start), number)
+        for number, (part, row) in enumerate(zip(parts[0], whole.rows, strict=True))
+    ]  # fmt: skip
+    log.append(rest[::-1])
+    log.close()
+    known, problems = read_partials(tmp_path)
+    assert problems == []
+    assert_same_prefix(known[0, 1].tokens, whole)
+    later = PartialLog(tmp_path, 1)
+    later.begin([known[0, 1]])
+    later.close()
+    assert_same_prefix(read_partials(tmp_path, first_attempt=1)[0][0, 1].tokens, whole)
+
+
 def test_of_every_row_what_newer_versions_have_sampled_is_cut_off() -> None:
     versions = np.array([3, 4, 6, 4, 5, 5, 7], np.int32)
     tokens = np.arange(7, dtype=np.int32)
