@@ -24,6 +24,7 @@ anything is cut; the reference has them in float32.  Megatron reads slices.  Wit
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -42,6 +43,7 @@ from rlhpc.models.adapter import (
     room_for,
     sends_adapters,
 )
+from rlhpc.models.layer_forms import DeltaNet
 from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ModelShape, ParallelLayout, RankParameters, layers_of_stage
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.weights.buckets import plan_buckets
@@ -69,12 +71,21 @@ from rlhpc.weights.buckets import plan_buckets
 #     SwiGLU                m·b·F / t                       gate, up, silu(gate), product, m = 4; Megatron: 3, no silu
 #     adapters              b·r                             A x of each module that has one, of rank r; and below
 #                                                           float32 A and B themselves, cast.  Norms are frozen: n = 4
-# Of a mixture the SwiGLU term is b·(m·F_expert + H) for each token that is routed here, m = 6, with Megatron 4, plus
-# 12·E for the router.
+# Of a mixture the SwiGLU term is b·(4·F_expert + 2·H) for each token that is routed here, Megatron's one H less, plus
+# 12·E for the router, with latents its input in float32; experts that all tokens pass are an MLP, and b·H for a gate.
+# Norms in float32 have n = 8.  A gate of attention keeps 2·b·A·D: itself and its product.
+# Latents (flash attention pads values to the D = rope + nope of keys, and rank counts queries' latents, too):
+#     latents, norms of them  (n + b)·rank                  and in place of q, k, v and the result b·A·(4·D + value)
+# A Gated DeltaNet, of X channels before it is cut into heads (training/packed_delta_net.py), C = 64 tokens of a chunk:
+#     convolution           3·b·X                           with zeros between segments, before and after
+#     norm, gate, result    (12 + 3·b)·A·Dv                 gate and normed values in float32
+#     kernels, if installed b·A·(2·Dk + Dv + C) + 16·A      of flash-linear-attention, in bfloat16
+#     … without them        4·A·(12·Dk + 3·Dv + 5·C + Dk·Dv / C) + 40·A   operands of products of matrices, in float32
 # Recompute "selective" keeps 2·b·(A + K)·D / t of attention in either case: little is gained unless rows are shared.
 # "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being recomputed.
 # Matrices of experts lie side by side while a product of Megatron's (bfloat16) takes them: 2·b·H·F_expert·E of a rank.
 
+_CHUNK_TOKENS = 64  # CHUNK_TOKENS of training/packed_delta_net.py, which needs torch to be read
 ROUTING_IMBALANCE = 1.5  # tokens of the fullest rank of experts over the mean; a guess, routing is not bounded
 
 
@@ -90,6 +101,7 @@ class RowMemory:
     adapter_rank: int = 0  # of each module, summed over those of a layer that have adapters
     adapter_numbers: int = 0  # of A and B of a layer
     head_rank: int = 0
+    has_delta_kernels: bool = False  # flash-linear-attention is installed
 
     @property
     def has_adapters(self) -> bool:
@@ -114,7 +126,8 @@ class RowMemory:
         """
         if self._is_megatron:
             return self.element_bytes
-        return 4 + self.element_bytes * (not self.has_adapters)
+        normed = 4 if self.shape.traits.is_norm_in_float32 else self.element_bytes
+        return 4 + normed * (not self.has_adapters)
 
     @property
     def _is_megatron(self) -> bool:
@@ -143,9 +156,21 @@ class RowMemory:
 
     def _layer(self, layer: int) -> int:
         """Bytes that one layer keeps of a row if at most attention is recomputed."""
-        shape, b, t = self.shape, self.element_bytes, self.layout.tensor
-        heads, key_heads = shape.num_heads * shape.head_size, shape.num_key_heads * shape.head_size
+        shape, b = self.shape, self.element_bytes
         norms = (shape.num_norms * self._norm_bytes + 2 * b) * shape.hidden // self._norm_share
+        attention = self._delta_net(shape.delta_net) if shape.is_recurrent(layer) else self._attention()
+        adapters = self.num_tokens * b * self.adapter_rank + b * self.adapter_numbers * (b < 4)
+        return self.num_tokens * (norms + attention) + adapters + self._mlp(layer)
+
+    def _attention(self) -> int:
+        """Bytes a token of attention to keys and values, the projections' inputs left out."""
+        shape, b, t = self.shape, self.element_bytes, self.layout.tensor
+        is_uncast = b == 4  # then a norm of a part, gate or turned part beside it, keeps the whole
+        if latents := shape.latents:
+            rank = latents.rank + (latents.query_rank or 0)
+            kept = 4 * latents.queries + latents.num_heads * latents.value_size
+            return (self._norm_bytes + b) * rank + b * (kept + latents.rope_size * is_uncast) + 4 * latents.num_heads
+        heads, key_heads = shape.num_heads * shape.head_size, shape.num_key_heads * shape.head_size
         is_selective = self.trainer.recompute_activations == "selective"
         is_own = is_selective or self.layout.context == 1
         attention = b * (2 * (heads + key_heads) if is_own else 3 * heads + 2 * self.layout.context * key_heads) // t
@@ -153,16 +178,27 @@ class RowMemory:
         if shape.has_qk_norm:
             of_keys = 2 * key_heads if self._is_megatron else key_heads
             attention += self._norm_bytes * (heads + of_keys) // t
-        adapters = self.num_tokens * b * self.adapter_rank + b * self.adapter_numbers * (b < 4)
-        return self.num_tokens * (norms + attention) + adapters + self._mlp(layer)
+        return attention + (2 + is_uncast) * b * heads * shape.traits.has_gate
+
+    def _delta_net(self, net: DeltaNet | None) -> int:
+        """Bytes a token of a Gated DeltaNet, the projections' inputs left out."""
+        assert net is not None
+        b, heads, key, value = self.element_bytes, net.num_heads, net.key_size, net.value_size
+        if self.has_delta_kernels and b == 2 and self.trainer.device != "cpu":
+            rule = b * (2 * key + value + _CHUNK_TOKENS) + 16
+        else:
+            rule = 4 * (12 * key + 3 * value + 5 * _CHUNK_TOKENS + key * value // _CHUNK_TOKENS) + 40
+        return 3 * b * net.channels + (12 + 3 * b) * net.values + heads * rule
 
     def _mlp(self, layer: int) -> int:
         shape, b = self.shape, self.element_bytes
         if layer not in shape.expert_layers:
             copies = 3 if self._is_megatron else 4
             return self.num_tokens * copies * b * shape.mlp_width // self.layout.tensor
-        kept = b * ((4 if self._is_megatron else 6) * shape.expert_width + shape.hidden)
-        return int(self._num_routed * kept) + self.num_tokens // self._norm_share * 12 * shape.num_experts
+        kept = b * (4 * shape.expert_width + (1 if self._is_megatron else 2) * shape.hidden)
+        of_all = b * (4 * shape.shared_width + shape.hidden * (shape.delta_net is not None and shape.shared_width > 0))
+        router = 12 * shape.num_experts + 4 * shape.hidden * (shape.latents is not None and b < 4)
+        return int(self._num_routed * kept) + self.num_tokens * of_all + self.num_tokens // self._norm_share * router
 
     @property
     def _num_routed(self) -> float:
@@ -344,7 +380,9 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
 
 def _row_memory(config: Config, shape: ModelShape, layout: ParallelLayout) -> RowMemory:
     """Adapters in the mean over layers, that of the head apart."""
-    row = RowMemory(shape, layout, config.trainer, ELEMENT_BYTES[config.model.dtype])
+    row = RowMemory(
+        shape, layout, config.trainer, ELEMENT_BYTES[config.model.dtype], has_delta_kernels=_has_delta_kernels()
+    )
     if not config.lora.rank:
         return row
     rank, layers = config.lora.rank, _adapted(shape, tuple(config.lora.targets))
@@ -359,6 +397,10 @@ def _row_memory(config: Config, shape: ModelShape, layout: ParallelLayout) -> Ro
         adapter_rank=rank * (num_others + shape.experts_per_token * len(of_experts)) // shape.num_layers,
         adapter_numbers=(others + in_experts // layout.expert - rank * sum(of_head)) // shape.num_layers,
     )
+
+
+def _has_delta_kernels() -> bool:
+    return importlib.util.find_spec("fla") is not None
 
 
 def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
@@ -532,9 +574,11 @@ _STATES = {"megatron": _megatron, "deepspeed": _deepspeed, "reference": _referen
 # Input: a Config and a ModelShape.  Output: EngineMemory.  Pure, without torch.  Legend: Ψ parameters of the model, t
 # engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, larger if a single tensor is larger.
 #
-#   weights    b·Ψ / t; with adapters b·φ more, of the rank that vLLM has room for
+#   weights    b·Ψ / t; with adapters b·φ more, of the rank that vLLM has room for.  Of latents every rank has the
+#              matrices that make them, and those that read them once more, multiplied out
 #   KV cache   given by generation.kv_cache_bytes; otherwise at least one sequence of the maximum length,
-#              2·b·L·K·D·tokens / t
+#              2·b·L·K·D·tokens / t; of latents b·L·(rank + rope)·tokens on each; of Gated DeltaNets their states, two
+#              of each with prefix caching.  What a model sees by is not loaded
 #   staging    shadow: two buckets (the version itself is in host memory).  paused: three buckets, one being filled, one
 #              being loaded, one whose tensor a loader still references; and the largest module that is assembled from
 #              several tensors, both as received and as this rank's shard.  auto may become either.
@@ -542,6 +586,7 @@ _STATES = {"megatron": _megatron, "deepspeed": _deepspeed, "reference": _referen
 ENGINE_ALLOWANCE = 2 * GIB  # guess: CUDA context, graphs, activations of a step
 STAGING_ALLOWANCE = GIB // 2  # guess: NCCL's buffers of the weights' group, fragments
 _BLOCK_TOKENS = 128  # of the KV cache; as large as any that vLLM chooses
+_STATE_TOKENS = 32  # a block that has to cover a state is a multiple of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,11 +619,19 @@ def plan_engine(config: Config, shape: ModelShape) -> EngineMemory:
     generation, b = config.generation, ELEMENT_BYTES[config.model.dtype]
     tokens = generation.max_tokens
     return EngineMemory(
-        weights=b * shape.num_parameters // generation.tensor_parallel + _slot_bytes(config, shape),
+        weights=_engine_weights(shape, b, generation.tensor_parallel) + _slot_bytes(config, shape),
         kv_cache=generation.kv_cache_bytes or _cache_bytes(config, shape, tokens),
         staging=staging_bytes(config, shape),
         allowance=ENGINE_ALLOWANCE,
     )
+
+
+def _engine_weights(shape: ModelShape, element_bytes: int, ranks: int) -> int:
+    if (latents := shape.latents) is None:
+        return element_bytes * shape.num_parameters // ranks
+    on_each = shape.num_layers * shape.hidden * ((latents.query_rank or 0) + latents.token_width)
+    again = shape.num_layers * latents.num_heads * (latents.nope_size + latents.value_size) * latents.rank
+    return element_bytes * (on_each + (shape.num_parameters - on_each + again) // ranks)
 
 
 def _slot_bytes(config: Config, shape: ModelShape) -> int:
@@ -591,15 +644,30 @@ def _slot_bytes(config: Config, shape: ModelShape) -> int:
 
 def least_cache_bytes(config: Config, shape: ModelShape) -> int:
     """The smallest generation.kv_cache_bytes with which vLLM starts: blocks for one sequence, and a spare one."""
-    tokens = config.generation.max_tokens
-    return _cache_bytes(config, shape, (-(-tokens // _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS)
+    tokens, net = config.generation.max_tokens, shape.delta_net
+    if net is None:
+        return _cache_bytes(config, shape, (-(-tokens // _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS)
+    # All layers share one pool: a state takes a block of equally many layers, of as many tokens as cover it.  On a CPU
+    # it is in float32.
+    net = replace(net, has_float32_state=net.has_float32_state or config.trainer.device != "cuda")
+    b, ranks = ELEMENT_BYTES[config.model.dtype], config.generation.tensor_parallel
+    recurrent, attending = len(net.layers), max(1, shape.num_layers - len(net.layers))
+    of_token, of_state = shape.token_bytes(b, ranks) // attending, net.state_bytes(b) // ranks
+    block = of_token * _STATE_TOKENS * -(-of_state // (of_token * _STATE_TOKENS))
+    few, many = sorted((recurrent, attending))
+    layers = many if many < 1.5 * few else few
+    blocks = -(-attending // layers) * -(-of_token * tokens // block) + -(-recurrent // layers) * _num_states(config)
+    return layers * block * (blocks + 1)
+
+
+def _num_states(config: Config) -> int:
+    """States of a request in each layer: vLLM keeps the one before, where prompts may share their beginnings."""
+    return 2 if config.generation.prefix_caching else 1
 
 
 def _cache_bytes(config: Config, shape: ModelShape, num_tokens: int) -> int:
-    ranks = min(config.generation.tensor_parallel, shape.num_key_heads)
-    return (
-        2 * ELEMENT_BYTES[config.model.dtype] * shape.num_layers * shape.num_key_heads * shape.head_size * num_tokens
-    ) // ranks
+    b, ranks = ELEMENT_BYTES[config.model.dtype], config.generation.tensor_parallel
+    return shape.token_bytes(b, ranks) * num_tokens + shape.request_bytes(b, ranks) * _num_states(config)
 
 
 def staging_bytes(config: Config, shape: ModelShape) -> int:
@@ -617,15 +685,19 @@ def indivisible(shape: ModelShape, ranks: int) -> str:
 
     Heads and the width of MLPs are split; with more ranks than key heads, key heads are copied to equally many ranks.
     """
-    keys = shape.num_key_heads
+    keys, net = shape.num_key_heads, shape.delta_net
     if shape.num_heads % ranks:
         return f"num_attention_heads={shape.num_heads}"
-    if keys % ranks and ranks % keys:
+    if net and (net.num_key_heads % ranks or net.num_heads % ranks):
+        return f"linear_num_key_heads={net.num_key_heads}"
+    if shape.latents is None and keys % ranks and ranks % keys:
         return f"num_key_value_heads={keys}"
     if shape.num_layers > len(shape.expert_layers) and shape.mlp_width % ranks:
         return f"intermediate_size={shape.mlp_width}"
     if shape.expert_layers and shape.expert_width % ranks:
         return f"moe_intermediate_size={shape.expert_width}"
+    if shape.shared_width % ranks:
+        return f"shared_expert_intermediate_size={shape.shared_width}"
     return ""
 
 

@@ -129,8 +129,8 @@ def _from_data_sheets(config: Config, site: Site, model: Mapping[str, Any], mean
     cost, weights = FlopCost.from_hf_config(model), b * shape.num_parameters
     tokens = config.generation.max_prompt_tokens / 2 + mean_tokens
     read_s = ranks * engine_gb_s * 1e9 * _OF_BANDWIDTH
-    cache = b * shape.num_layers * shape.num_key_heads * shape.head_size * tokens  # half of keys and values
-    cache_s = cache / (read_s * min(1.0, shape.num_key_heads / ranks))  # with more ranks than heads, some share one
+    cache = shape.token_bytes(b, ranks) * tokens / 2 + 2 * shape.request_bytes(b, ranks)  # states are read and written
+    cache_s = ranks * cache / read_s
     passes = 4 if layout.recompute_activations == "full" else 3
     flops = trainer_tflops * 1e12 * _OF_PEAK_TRAINING * layout.num_ranks / layout.data_parallel
     found = {

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal
 
 from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.layer_forms import LINEAR, DeltaNet, Latents
 from rlhpc.protocol.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------------------ megatron models
@@ -45,6 +47,13 @@ class Family:
     is_embedding_scaled: bool = False  # by √H
     is_tied: bool = False  # unless config.json says so
     head_size: int | None = None  # unless config.json says so; None: H / A
+    has_gate: bool = False  # of the result of attention, made by the projection of queries
+    delta_nets: Literal["none", "by_key_head", "flat"] = "none"  # in most layers, and how their projections are ordered
+    has_latents: bool = False  # in place of keys and values
+    shared_experts: str = ""  # name of those that every token passes
+    num_dense: int = 0  # first layers without experts, unless config.json says so
+    has_stacked_experts: bool = False  # one tensor for all, without biases
+    prefix: str = "model."  # of the names of tensors
     only: Mapping[str, object] = field(default_factory=dict)  # keys with one supported value; missing means the same
 
     @property
@@ -68,7 +77,7 @@ _GEMMA = Family(
     head_size=256,
     only={"use_bidirectional_attention": False},
 )
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "llama": Family(only={"mlp_bias": False}),
     "mistral": Family(has_windows=True, only={"layer_types": None}),  # transformers gives every layer the same window
     "qwen2": Family(has_qkv_bias=True, has_windows=True),
@@ -102,6 +111,23 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 _ONLY: Mapping[str, object] = {"partial_rotary_factor": 1.0}
+TEXT = "text_config"  # table of config.json that describes the language model inside one that also sees
+WRAPPED = {"qwen3_5", "qwen3_5_moe"}  # model_type of those whose language model alone is trained and sampled from
+INNER = "language_model"  # its place in the names of tensors: model.language_model.layers.…
+_HYBRID = Family(head_norm="head", is_norm_in_float32=True, has_gate=True, delta_nets="flat", head_size=256)
+_HYBRID_MIXTURE = replace(_HYBRID, shared_experts="shared_expert")
+_LATENT = Family(has_latents=True, shared_experts="shared_experts")
+# Families whose sizes are known, and which Megatron's layers here do not compute.
+OTHERS: dict[str, Family] = {
+    "qwen3_next": replace(_HYBRID_MIXTURE, delta_nets="by_key_head"),
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID_MIXTURE,
+    "qwen3_5": replace(_HYBRID, prefix=f"model.{INNER}."),
+    "qwen3_5_moe": replace(_HYBRID_MIXTURE, prefix=f"model.{INNER}.", has_stacked_experts=True),
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": replace(_LATENT, num_dense=3),
+    "glm4_moe_lite": replace(_LATENT, num_dense=1),
+}
 
 
 def refuse_unsupported(model: Mapping[str, Any], place: object) -> None:
@@ -181,7 +207,7 @@ def layer_windows(model: Mapping[str, Any]) -> tuple[int | None, ...]:
 # Rows of logits that a rank holds at once.  Fewer would save little: with a bfloat16 model backward needs most, ¼ of a
 # chunk's logits and 1⅝ times the head's gradient (training/logprob.py), which are 85 % of it at a hidden size of 896.
 LOGPROB_CHUNK_TOKENS = 1024
-LAYER_TYPES = {"full_attention", "linear_attention", "sliding_attention"}  # supported layer_types of config.json
+LAYER_TYPES = {FULL, LINEAR, SLIDING}  # supported layer_types of config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +287,6 @@ def _must_divide(key: str, value: int, number: int, name: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- model shape
 
-TEXT = "text_config"  # table of config.json that describes the language model inside one that also sees
-WRAPPED = {"qwen3_5", "qwen3_5_moe"}  # model_type of those whose language model alone is trained and sampled from
-INNER = "language_model"  # its place in the names of tensors: model.language_model.layers.…
-
 
 def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """Content of config.json; of a model that also sees, with the keys of its language model, for which it has none."""
@@ -290,7 +312,7 @@ class RankParameters:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of one decoder of the families in FAMILIES."""
+    """The sizes of one decoder of a known family; of a model that also sees, those of its language model."""
 
     family: str
     num_layers: int
@@ -308,23 +330,29 @@ class ModelShape:
     experts_per_token: int
     expert_width: int
     expert_layers: frozenset[int]  # the others are dense
+    shared_width: int = 0  # of the experts that every token passes
+    delta_net: DeltaNet | None = None
+    latents: Latents | None = None
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> ModelShape | None:
         """Read config.json; None for an unknown family.  Raises KeyError: a size is missing."""
+        model = language_model(model)
         family = model.get("model_type")
-        if not isinstance(family, str) or family not in FAMILIES:
+        traits = (FAMILIES | OTHERS).get(family) if isinstance(family, str) else None
+        if traits is None:
             return None
         heads, layers, experts = model["num_attention_heads"], model["num_hidden_layers"], num_experts(model)
-        has_bias, traits = bool(model.get("attention_bias", False)), FAMILIES[family]
+        has_bias, mixtures = bool(model.get("attention_bias", False)), _expert_layers(model, layers, traits.num_dense)
+        is_all_mixed = bool(experts and traits.shared_experts and len(mixtures) == layers)
         return cls(
-            family=family,
+            family=str(family),
             num_layers=layers,
             hidden=model["hidden_size"],
             num_heads=heads,
             num_key_heads=model.get("num_key_value_heads") or heads,
             head_size=model.get("head_dim") or traits.head_size or model["hidden_size"] // heads,
-            mlp_width=model["intermediate_size"],
+            mlp_width=model.get("intermediate_size", 0) if is_all_mixed else model["intermediate_size"],
             vocabulary=model["vocab_size"],
             is_tied=bool(model.get("tie_word_embeddings", traits.is_tied)),
             has_qkv_bias=traits.has_qkv_bias or has_bias,
@@ -335,24 +363,51 @@ class ModelShape:
             expert_width=model["intermediate_size"]
             if traits.has_fused_experts
             else model.get("moe_intermediate_size", 0),
-            expert_layers=_expert_layers(model, layers) if experts else frozenset(),
+            expert_layers=mixtures if experts else frozenset(),
+            shared_width=_shared_width(model, traits) if experts and traits.shared_experts else 0,
+            delta_net=None
+            if traits.delta_nets == "none"
+            else DeltaNet.of(model, is_by_key_head=traits.delta_nets == "by_key_head"),
+            latents=Latents.of(model) if traits.has_latents else None,
         )
+
+    @property
+    def traits(self) -> Family:
+        """What its family has."""
+        return (FAMILIES | OTHERS)[self.family]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """True for a Gated DeltaNet, which keeps a state in place of keys and values."""
+        return self.delta_net is not None and layer in self.delta_net.layers
+
+    def token_bytes(self, element_bytes: int, ranks: int = 1) -> int:
+        """What an engine of `ranks` keeps of a token on each; ranks beyond the key heads, and latents, have copies."""
+        attending = self.num_layers - (len(self.delta_net.layers) if self.delta_net else 0)
+        if self.latents:
+            return element_bytes * attending * self.latents.token_width
+        numbers = 2 * element_bytes * attending * self.num_key_heads * self.head_size
+        return numbers // min(ranks, self.num_key_heads)
+
+    def request_bytes(self, element_bytes: int, ranks: int = 1) -> int:
+        """What an engine of `ranks` keeps of a request on each, however long it is."""
+        net = self.delta_net
+        return len(net.layers) * net.state_bytes(element_bytes) // ranks if net else 0
 
     @property
     def num_norms(self) -> int:
         """Norms of whole hidden states in a layer."""
-        return len(FAMILIES[self.family].norms)
+        return len(self.traits.norms)
 
     @property
     def has_qk_norm(self) -> bool:
         """True where queries and keys are normed."""
-        return FAMILIES[self.family].head_norm != "none"
+        return self.traits.head_norm != "none"
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
         """Numbers of the weights of the norms of queries and of keys; zeros where there are none."""
         heads = {"none": (0, 0), "head": (1, 1), "projection": (self.num_heads, self.num_key_heads)}
-        queries, keys = heads[FAMILIES[self.family].head_norm]
+        queries, keys = heads[self.traits.head_norm]
         return queries * self.head_size, keys * self.head_size
 
     @property
@@ -365,58 +420,94 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         """Number of elements of the checkpoint's largest tensor."""
-        fused = 2 * self.expert_width * self.num_experts if FAMILIES[self.family].has_fused_experts else 0
-        return self.hidden * max(self.vocabulary, self.mlp_width, self.num_heads * self.head_size, fused)
+        is_one = self.traits.has_fused_experts or self.traits.has_stacked_experts
+        experts = 2 * self.expert_width * self.num_experts if is_one else self.expert_width
+        layers = [prod(shape) for layer in range(self.num_layers) for shape in self._shared_tensors(layer).values()]
+        return max(self.hidden * self.vocabulary, self.hidden * experts, *layers)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor of the checkpoint by its name, in the order in which weights are broadcast."""
         vocabulary: tuple[int, ...] = (self.vocabulary, self.hidden)
-        shapes = {EMBEDDING: vocabulary}
+        prefix = self.traits.prefix
+        shapes = {f"{prefix}embed_tokens.weight": vocabulary}
         for layer in range(self.num_layers):
-            name = f"model.layers.{layer}."
-            shapes |= self._attention_tensors(f"{name}self_attn.") | self._mlp_tensors(layer, f"{name}mlp.")
-            shapes |= {f"{name}{norm}.weight": (self.hidden,) for norm in FAMILIES[self.family].norms}
-        return shapes | {"model.norm.weight": (self.hidden,)} | ({} if self.is_tied else {HEAD: vocabulary})
+            shapes |= self._shared_tensors(layer) | self._expert_tensors(layer, f"{prefix}layers.{layer}.mlp.")
+        return shapes | {f"{prefix}norm.weight": (self.hidden,)} | ({} if self.is_tied else {HEAD: vocabulary})
 
     @property
     def largest_module(self) -> int:
         """Number of elements of the largest matrix that an engine joins from several tensors."""
-        key_heads = self.num_key_heads * self.head_size
-        sizes = [self.hidden * (self.num_heads * self.head_size + 2 * key_heads)]
+        sizes = [self.hidden * (self._queries + 2 * self.num_key_heads * self.head_size)]
+        if net := self.delta_net:
+            sizes.append(self.hidden * (net.channels + net.values))
         sizes += [self._experts(layer) or 2 * self.hidden * self.mlp_width for layer in range(self.num_layers)]
         return max(sizes)
 
-    def _attention_tensors(self, name: str) -> dict[str, tuple[int, ...]]:
+    @property
+    def _queries(self) -> int:
+        """Rows of the projection of queries."""
+        return self.num_heads * self.head_size * (2 if self.traits.has_gate else 1)
+
+    def _shared_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Those of a layer without its experts, which ranks of experts divide."""
+        name = f"{self.traits.prefix}layers.{layer}."
+        shapes = self._attention_tensors(layer, name) | self._mlp_tensors(layer, f"{name}mlp.")
+        return shapes | {f"{name}{norm}.weight": (self.hidden,) for norm in self.traits.norms}
+
+    def _attention_tensors(self, layer: int, name: str) -> dict[str, tuple[int, ...]]:
+        if self.delta_net and self.is_recurrent(layer):
+            return self.delta_net.tensors(f"{name}linear_attn.", self.hidden)
+        name += "self_attn."
+        if self.latents:
+            return self.latents.tensors(name, self.hidden)
         heads, key_heads = self.num_heads * self.head_size, self.num_key_heads * self.head_size
         shapes: dict[str, tuple[int, ...]] = {}
-        for part, width in {"q": heads, "k": key_heads, "v": key_heads}.items():
+        for part, width in {"q": self._queries, "k": key_heads, "v": key_heads}.items():
             shapes[f"{name}{part}_proj.weight"] = (width, self.hidden)
             if self.has_qkv_bias:
                 shapes[f"{name}{part}_proj.bias"] = (width,)
         shapes[f"{name}o_proj.weight"] = (self.hidden, heads)
         if self.has_output_bias:
             shapes[f"{name}o_proj.bias"] = (self.hidden,)
-        if FAMILIES[self.family].has_sinks:
+        if self.traits.has_sinks:
             shapes[f"{name}sinks"] = (self.num_heads,)
         sizes = zip("qk", self.qk_norm_sizes, strict=True)
         return shapes | {f"{name}{part}_norm.weight": (size,) for part, size in sizes if size}
 
     def _mlp_tensors(self, layer: int, name: str) -> dict[str, tuple[int, ...]]:
-        if FAMILIES[self.family].has_fused_experts:
+        """An MLP; or what stands beside the experts: the router, and experts that every token passes."""
+        if layer not in self.expert_layers:
+            return self._matrices(name, self.mlp_width, has_bias=self.has_mlp_bias)
+        router = (self.num_experts, self.hidden)
+        if self.traits.has_fused_experts:
+            return {f"{name}router.weight": router, f"{name}router.bias": (self.num_experts,)}
+        shapes: dict[str, tuple[int, ...]] = {f"{name}gate.weight": router}
+        if self.shared_width:
+            shapes |= self._matrices(f"{name}{self.traits.shared_experts}.", self.shared_width, has_bias=False)
+        if self.shared_width and self.delta_net:
+            shapes[f"{name}{self.traits.shared_experts}_gate.weight"] = (1, self.hidden)
+        return shapes
+
+    def _expert_tensors(self, layer: int, name: str) -> dict[str, tuple[int, ...]]:
+        if layer not in self.expert_layers:
+            return {}
+        if self.traits.has_fused_experts:
             return self._fused_experts(name)
-        if layer in self.expert_layers:
-            shapes: dict[str, tuple[int, ...]] = {f"{name}gate.weight": (self.num_experts, self.hidden)}
-            for expert in range(self.num_experts):
-                shapes |= self._matrices(f"{name}experts.{expert}.", self.expert_width, has_bias=False)
-            return shapes
-        return self._matrices(name, self.mlp_width, has_bias=self.has_mlp_bias)
+        experts, hidden, width = self.num_experts, self.hidden, self.expert_width
+        if self.traits.has_stacked_experts:
+            return {
+                f"{name}experts.gate_up_proj": (experts, 2 * width, hidden),
+                f"{name}experts.down_proj": (experts, hidden, width),
+            }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for expert in range(experts):
+            shapes |= self._matrices(f"{name}experts.{expert}.", width, has_bias=False)
+        return shapes
 
     def _fused_experts(self, name: str) -> dict[str, tuple[int, ...]]:
         experts, hidden, width = self.num_experts, self.hidden, self.expert_width
         return {
-            f"{name}router.weight": (experts, hidden),
-            f"{name}router.bias": (experts,),
             f"{name}experts.gate_up_proj": (experts, hidden, 2 * width),
             f"{name}experts.gate_up_proj_bias": (experts, 2 * width),
             f"{name}experts.down_proj": (experts, width, hidden),
@@ -452,11 +543,13 @@ class ModelShape:
 
     def _layer(self, layer: int, tensor: int) -> int:
         """Parameters of one layer on one of `tensor` ranks, without experts."""
+        if self.family in OTHERS:  # which no backend splits over tensor ranks
+            return sum(map(prod, self._shared_tensors(layer).values()))
         heads, key_heads = self.num_heads * self.head_size, self.num_key_heads * self.head_size
         qkv = (heads + 2 * key_heads) * (self.hidden + self.has_qkv_bias)
-        of_norms = sum(self.qk_norm_sizes) // (tensor if FAMILIES[self.family].head_norm == "projection" else 1)
+        of_norms = sum(self.qk_norm_sizes) // (tensor if self.traits.head_norm == "projection" else 1)
         replicated = (self.num_norms + self.has_output_bias) * self.hidden + of_norms
-        traits = FAMILIES[self.family]
+        traits = self.traits
         qkv += self.num_heads * traits.has_sinks
         if layer in self.expert_layers:
             router = self.num_experts * (self.hidden + traits.has_fused_experts)
@@ -465,7 +558,7 @@ class ModelShape:
         return (qkv + heads * self.hidden + mlp) // tensor + replicated + self.hidden * self.has_mlp_bias
 
     def _experts(self, layer: int) -> int:
-        biases = 2 * self.expert_width + self.hidden if FAMILIES[self.family].has_fused_experts else 0
+        biases = 2 * self.expert_width + self.hidden if self.traits.has_fused_experts else 0
         one = 3 * self.hidden * self.expert_width + biases
         return one * self.num_experts if layer in self.expert_layers else 0
 
@@ -477,6 +570,15 @@ def layers_of_stage(layout: ParallelLayout, num_layers: int, stage: int) -> list
     return [block * length + index for block in blocks for index in range(length)]
 
 
-def _expert_layers(model: Mapping[str, Any], num_layers: int) -> frozenset[int]:
-    every, dense = model.get("decoder_sparse_step") or 1, set(model.get("mlp_only_layers") or ())
+def _expert_layers(model: Mapping[str, Any], num_layers: int, num_dense: int) -> frozenset[int]:
+    if kinds := model.get("mlp_layer_types"):
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    first, every = model.get("first_k_dense_replace", num_dense), model.get("decoder_sparse_step") or 1
+    dense = {*range(first), *(model.get("mlp_only_layers") or ())}
     return frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % every == 0)
+
+
+def _shared_width(model: Mapping[str, Any], traits: Family) -> int:
+    if traits.has_latents:
+        return int(model["n_shared_experts"] or 0) * int(model["moe_intermediate_size"])
+    return int(model["shared_expert_intermediate_size"] or 0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.base.files import is_lfs_pointer
-from rlhpc.models.shape import EMBEDDING, HEAD, ModelShape
+from rlhpc.models.shape import EMBEDDING, FAMILIES, HEAD, ModelShape
 from rlhpc.protocol.errors import ConfigError
 
 # --------------------------------------------------------------------------------------------------- safetensors header
@@ -171,7 +171,9 @@ def _refuse_wrong_index(directory: Path, stored: StoredTensors) -> None:
 
 
 def _tensors_of(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name; {} for an unknown family, or if a size is missing, which is refused elsewhere."""
+    """Shapes by name; {} for a family that transformers is asked about, or if a size is missing, refused elsewhere."""
+    if model.get("model_type") not in FAMILIES:  # others have tensors beside the model's: those they see by, MTP
+        return {}
     try:
         shape = ModelShape.of(model)
     except KeyError:

@@ -7,6 +7,7 @@ what bfloat16 costs is the floor below, whatever a version's way was.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+from launch.checks.memory_plan import least_cache_bytes
 from rlhpc.generation.vllm_engine import VllmEngine
-from rlhpc.models.shape import INNER, WRAPPED
+from rlhpc.models.shape import INNER, WRAPPED, ModelShape
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import Prefix, Rollout, RolloutRequest
 from tests.contracts.engine_subjects import LONG_PROMPT, VllmSubject, request_of, tiny_config
@@ -145,6 +147,21 @@ async def test_recompute_kv_computes_the_state_of_requests_in_flight_again(tmp_p
     finally:
         await subject.engine.close()
         subject.publisher.dissolve()
+
+
+@pytest.mark.parametrize("attending", [1, 2])
+async def test_vllm_starts_with_the_least_cache_that_check_asks_for_and_not_with_less(
+    attending: int, tmp_path: Path
+) -> None:
+    kinds = ["linear_attention"] * 3 + ["full_attention"] * attending
+    model = make_tiny_checkpoint(tmp_path, "qwen3_5", layers=len(kinds), layer_types=kinds)
+    shape = ModelShape.of(json.loads((model / "config.json").read_bytes()))
+    assert shape is not None
+    least = least_cache_bytes(tiny_config(model, dtype="bfloat16"), shape)
+    with pytest.raises(EngineError, match="KV cache is needed"):
+        await VllmEngine.start(tiny_config(model, dtype="bfloat16", kv_cache_bytes=least - 1), seed=0)
+    engine = await VllmEngine.start(tiny_config(model, dtype="bfloat16", kv_cache_bytes=least), seed=0)
+    await engine.close()
 
 
 @pytest.mark.parametrize(

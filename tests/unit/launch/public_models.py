@@ -139,6 +139,131 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+_DELTA_NETS: dict[str, Any] = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 262144,
+}
+_LATENTS: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 163840,
+}
+# Gated DeltaNets in three of four layers, and latents in place of keys and values.
+OTHER_CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3-Next-80B-A3B": _DELTA_NETS
+    | {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+    },
+    "Qwen3.5-9B": _DELTA_NETS
+    | {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+        "vocab_size": 248320,
+        "mamba_ssm_dtype": "float32",
+    },
+    "Qwen3.5-35B-A3B": _DELTA_NETS
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 248320,
+        "mamba_ssm_dtype": "float32",
+    },
+    "DeepSeek-V2-Lite": _LATENTS
+    | {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+    "DeepSeek-V3": _LATENTS
+    | {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+    "GLM-4.7-Flash": _LATENTS
+    | {
+        "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+        "max_position_embeddings": 202752,
+    },
+}
+
 # Of the published weights, a tied head counted once.
 NUM_PARAMETERS = {
     "Qwen2.5-0.5B": 494_032_768,
@@ -178,6 +303,27 @@ ODD_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-moe-one-dense": _TINY | _MOE | {"head_dim": 32, "mlp_only_layers": [1]},
     "qwen3-moe-every-other": _TINY | _MOE | {"decoder_sparse_step": 2},
 }
+
+
+_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+_NETS = {"head_dim": 32, "layer_types": _LAYERS, "linear_num_key_heads": 1, "linear_num_value_heads": 3,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3}  # fmt: skip
+_SHARED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "shared_expert_intermediate_size": 40}  # fmt: skip
+_SMALL = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20, "n_routed_experts": 8,
+          "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+          "num_key_value_heads": 4}  # fmt: skip
+ODD_OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3-next-one-dense": _TINY | _NETS | _SHARED | {"model_type": "qwen3_next", "mlp_only_layers": [1]},
+    "qwen3.5-tied-biases": _TINY | _NETS
+    | {"model_type": "qwen3_5_text", "tie_word_embeddings": True, "attention_bias": True},
+    "qwen3.5-mixture": _TINY | _NETS | _SHARED | {"model_type": "qwen3_5_moe_text"},
+    "deepseek-v2-without-query-latents": _TINY | _SMALL | {"model_type": "deepseek_v2", "q_lora_rank": None},
+    "deepseek-v3-all-biases": _TINY | _SMALL
+    | {"model_type": "deepseek_v3", "q_lora_rank": 28, "attention_bias": True, "n_group": 2, "topk_group": 1},
+    "glm4-kinds-of-layers": _TINY | _SMALL
+    | {"model_type": "glm4_moe_lite", "q_lora_rank": 28, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+}  # fmt: skip
 
 
 def make_model_directory(directory: Path, model: dict[str, Any]) -> Path:

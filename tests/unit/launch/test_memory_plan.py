@@ -28,6 +28,8 @@ from tests.unit.launch.public_models import (
     LORA_RUNS,
     NUM_PARAMETERS,
     ODD_CONFIGS,
+    ODD_OTHERS,
+    OTHER_CONFIGS,
     RECIPES,
     make_model_directory,
     part_of,
@@ -63,16 +65,19 @@ def plan_of(model: str, backend: str = "megatron", *, dtype: str = "bfloat16", *
 # ---------------------------------------------------------------------------------------------------- parameter counts
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *ODD_CONFIGS])
+ALL_CONFIGS = CONFIGS | ODD_CONFIGS | OTHER_CONFIGS | ODD_OTHERS
+
+
+@pytest.mark.parametrize("name", ALL_CONFIGS)
 def test_the_count_is_that_of_the_model_that_transformers_builds(name):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    numbers = dict((CONFIGS | ODD_CONFIGS)[name])
+    numbers = dict(ALL_CONFIGS[name])
     config = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert shape_of((CONFIGS | ODD_CONFIGS)[name]).num_parameters == sum(p.numel() for p in model.parameters())
+    assert shape_of(ALL_CONFIGS[name]).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 LAYOUTS = [
@@ -499,6 +504,24 @@ def test_nothing_is_judged_without_a_site_a_gpu_or_a_known_family():
     on_cpu = config_of("reference", device="cpu")
     assert "trainer.device='cpu'" in memory_report(on_cpu, model, shape_of(model), EXAMPLE_SITE)
     assert "model_type='gemma9'" in memory_report(on_cpu, {"model_type": "gemma9"}, None, EXAMPLE_SITE)
+
+
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+def test_hybrids_and_models_with_latents_are_planned_and_judged_also_inside_one_that_sees(name):
+    model, config = OTHER_CONFIGS[name], config_of("deepspeed", num_ranks=64, zero_stage=3)
+    config = with_values(config, {"generation.tensor_parallel": 1})
+    said = memory_report(config, model, shape_of(model), None)
+    need = fullest(plan_memory(config, shape_of(model))).peak
+    assert f"about {need / GIB:.1f} GiB a rank" in said
+    if (family := model["model_type"]).endswith("_text"):
+        inside = {"model_type": family.removesuffix("_text"), "text_config": model, "vision_config": {"depth": 27}}
+        if not shape_of(model).num_experts:  # stacked on disk, which makes larger buckets
+            assert memory_report(config, inside, shape_of(inside), None) == said
+        assert shape_of(inside).num_parameters == shape_of(model).num_parameters
+    small = Site.model_validate({"trainer": {"gpu": "x", "gpu_memory_gib": 1.0}, "generation": {"gpu": "b200"}})
+    if shape_of(model).num_parameters < 50e9:  # one GPU holds the engine
+        with pytest.raises(ConfigError, match=r"trainer\.gpu='x'"):
+            judge_memory(config, model, shape_of(model), small, Path("site.toml"))
 
 
 @pytest.mark.parametrize(

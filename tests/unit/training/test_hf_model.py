@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import safetensors.torch
@@ -22,7 +24,8 @@ from transformers import (
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from rlhpc.models.shape import ModelShape
+from rlhpc.models.shape import OTHERS, ModelShape
+from rlhpc.models.weights import read_header
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training import hf_model
@@ -31,7 +34,7 @@ from rlhpc.training.logprob import head_logprobs
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 from rlhpc.weights.hf_names import name_of, on_disk, views_on_disk
 from tests.tiny_models import FAMILIES, NUM_EXPERTS, make_tiny_checkpoint
-from tests.unit.launch.public_models import ODD_CONFIGS
+from tests.unit.launch.public_models import ODD_CONFIGS, ODD_OTHERS
 from tests.unit.training.packed_rows import gradients_of_packed, gradients_of_plain, logprobs_of_packed
 
 CPU = torch.device("cpu")
@@ -362,9 +365,9 @@ def test_views_of_fused_experts_write_through_and_others_keep_their_name():
         assert [view.data_ptr() for view in views_on_disk(name, tensor)] == [tensor.data_ptr()]
 
 
-@pytest.mark.parametrize("name", ODD_CONFIGS)
+@pytest.mark.parametrize("name", ODD_CONFIGS | ODD_OTHERS)
 def test_the_tensors_that_a_check_expects_are_those_of_transformers(name):
-    document = ODD_CONFIGS[name]
+    document = (ODD_CONFIGS | ODD_OTHERS)[name]
     settings = {key: value for key, value in document.items() if key != "model_type"}
     config = AutoConfig.for_model(document["model_type"], **settings)
     with torch.device("meta"):
@@ -374,3 +377,15 @@ def test_the_tensors_that_a_check_expects_are_those_of_transformers(name):
     for name, parameter in module.named_parameters():
         expected |= {spec.name: spec.shape for spec in on_disk(spec_of(name_of(name, found), parameter))}
     assert found == expected
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_the_tensors_that_are_counted_of_hybrids_and_latents_are_those_on_disk(family, tmp_path):
+    directory = make_tiny_checkpoint(tmp_path, family, layers=3)
+    found = {name: tuple(tensor.shape) for name, tensor in read_header(directory / "model.safetensors").items()}
+    language = {
+        name: shape
+        for name, shape in found.items()
+        if ".visual." not in name and not name.endswith(".e_score_correction_bias")
+    }
+    assert ModelShape.of(json.loads((directory / "config.json").read_bytes())).tensors == language
