@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.common.text import counted
+from rlhpc.base.hf_config import language_model
 from rlhpc.base.processes import child_command, child_environment
 from rlhpc.data.record_source import cached
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.models.shape import FAMILIES, LAYER_TYPES, WRAPPED, language_model
+from rlhpc.models.shape import FAMILIES, LAYER_TYPES, WRAPPED
 from rlhpc.models.weights import INDEX, ONE_FILE, is_mxfp4, object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
 

@@ -19,6 +19,7 @@ from launch.checks.model_files import read_model, refuse_other_vocabulary, refus
 from launch.checks.services import refuse_unfit_services
 from launch.checks.teachers import asked_teachers, refuse_unfit_teachers
 from launch.common.text import counted, printable_line
+from rlhpc.base.hf_config import language_model
 from rlhpc.base.own_tools import schemas_of_tools
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.base.user_code import look_up
@@ -43,7 +44,7 @@ from rlhpc.models.adapter import (
     refuse_unserved_adapters,
 )
 from rlhpc.models.routes import MixtureForm
-from rlhpc.models.shape import ModelShape, ParallelLayout, language_model, refuse_unsupported
+from rlhpc.models.shape import ModelShape, ParallelLayout, refuse_unsupported
 from rlhpc.protocol.environment import TOOL_SCHEMAS, tool_name
 from rlhpc.protocol.errors import ConfigError, SandboxError
 from rlhpc.protocol.types import Bool, Int32

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ Text = TypeVar("Text")
 
 
 @dataclass(frozen=True, slots=True)
-class Source(Generic[Text]):
+class Source(ABC, Generic[Text]):
     """Records, and if a model is given what a run makes of them: prompts, or conversations to learn."""
 
     title: str
@@ -54,29 +55,29 @@ class Source(Generic[Text]):
     noun: ClassVar[str] = "prompt"
 
     @property
+    @abstractmethod
     def has_model(self) -> bool:
         """Whether texts can be made."""
-        return False
 
+    @abstractmethod
     def text(self, record: Record) -> Text:
         """The prompt or conversation of a record.  Raises DataError.  Needs a model, as what follows does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def written(self, text: Text) -> str:
         """A text for people."""
-        raise NotImplementedError
 
+    @abstractmethod
     def counts(self, texts: Sequence[Text]) -> list[int]:
         """Their numbers of tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shown(self, record: Record) -> list[str]:
         """Lines with what a model sees of a record.  Raises DataError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def judged(self) -> list[str]:
         """Lines of `stats` about what is judged, or learnt."""
-        raise NotImplementedError
 
     def refused(self) -> dict[int, str]:
         """Reasons why a run refuses records, besides their length, by place of the record."""

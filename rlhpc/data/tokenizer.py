@@ -26,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from rlhpc.base.hf_config import language_model
 from rlhpc.config.tables import ModelConfig
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import Int32
@@ -478,8 +479,7 @@ class PromptTokenizer:
         """eos_token_id of generation_config.json and config.json, unchecked, in any order."""
         found: list[object] = []
         for name in ("generation_config.json", "config.json"):
-            settings = self._read_json(name)
-            ids = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+            ids = language_model(self._read_json(name)).get("eos_token_id")
             found += ids if isinstance(ids, list) else [] if ids is None else [ids]
         return found
 

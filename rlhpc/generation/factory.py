@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from rlhpc.base.hf_config import language_model
 from rlhpc.base.native import loading_libraries
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import LoraConfig
@@ -131,8 +132,7 @@ def model_number(path: Path, key: str) -> int | None:
     file = path / "config.json"
     if not file.is_file():
         return None
-    model = object_in(file)
-    value = model.get(key) or (model.get("text_config") or {}).get(key)
+    value = language_model(object_in(file)).get(key)
     return value if isinstance(value, int) else None
 
 

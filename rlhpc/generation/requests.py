@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhpc.base.hf_config import language_model
 from rlhpc.data.tokenizer import Decode, StopSearch
 from rlhpc.protocol.contracts import RowScore, TopTokens
 from rlhpc.protocol.errors import EngineError
@@ -249,7 +250,6 @@ def end_of_sequence_ids(model: Path) -> frozenset[int]:
     for name in ("config.json", "generation_config.json"):
         path = model / name
         if path.exists():
-            settings = json.loads(path.read_text())
-            ids = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+            ids = language_model(json.loads(path.read_text())).get("eos_token_id")
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return frozenset(found)

@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import nn
 
-from rlhpc.models.shape import WRAPPED, language_model
+from rlhpc.base.hf_config import language_model
+from rlhpc.models.shape import WRAPPED
 from rlhpc.models.weights import object_in
 from rlhpc.protocol.errors import EngineError
 

@@ -69,7 +69,7 @@ class DeltaNet:
         } | {f"{name}in_proj_{part}.weight": (rows, hidden) for part, rows in projections.items()}
 
     def state_bytes(self, element_bytes: int) -> int:
-        """What an engine keeps of one request in one layer, however long it is: convolution and recurrent state."""
+        """Bytes of one request in one layer of an engine, however long it is: convolution and recurrent state."""
         state = self.num_heads * self.key_size * self.value_size
         return (
             element_bytes * self.channels * (self.width - 1) + (4 if self.has_float32_state else element_bytes) * state

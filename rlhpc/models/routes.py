@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from zlib_ng import zlib_ng
 
-from rlhpc.models.shape import TEXT, num_experts
+from rlhpc.base.hf_config import TEXT
+from rlhpc.models.shape import num_experts
 from rlhpc.models.weights import object_in
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import Routes

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
+from rlhpc.base.hf_config import language_model
 from rlhpc.config.tables import TrainerConfig
 from rlhpc.models.layer_forms import LINEAR, DeltaNet, Latents
 from rlhpc.protocol.errors import ConfigError
@@ -111,7 +112,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 _ONLY: Mapping[str, object] = {"partial_rotary_factor": 1.0}
-TEXT = "text_config"  # table of config.json that describes the language model inside one that also sees
 WRAPPED = {"qwen3_5", "qwen3_5_moe"}  # model_type of those whose language model alone is trained and sampled from
 INNER = "language_model"  # its place in the names of tensors: model.language_model.layers.…
 _HYBRID = Family(head_norm="head", is_norm_in_float32=True, has_gate=True, delta_nets="flat", head_size=256)
@@ -288,12 +288,6 @@ def _must_divide(key: str, value: int, number: int, name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- model shape
 
 
-def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of config.json; of a model that also sees, with the keys of its language model, for which it has none."""
-    inner = config.get(TEXT)
-    return {**(inner if isinstance(inner, Mapping) else {}), **config}
-
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -373,7 +367,7 @@ class ModelShape:
 
     @property
     def traits(self) -> Family:
-        """What its family has."""
+        """Traits of its family."""
         return (FAMILIES | OTHERS)[self.family]
 
     def is_recurrent(self, layer: int) -> bool:
@@ -381,7 +375,7 @@ class ModelShape:
         return self.delta_net is not None and layer in self.delta_net.layers
 
     def token_bytes(self, element_bytes: int, ranks: int = 1) -> int:
-        """What an engine of `ranks` keeps of a token on each; ranks beyond the key heads, and latents, have copies."""
+        """Bytes of a token on each rank of an engine; ranks beyond the key heads have copies, all of latents."""
         attending = self.num_layers - (len(self.delta_net.layers) if self.delta_net else 0)
         if self.latents:
             return element_bytes * attending * self.latents.token_width
@@ -389,7 +383,7 @@ class ModelShape:
         return numbers // min(ranks, self.num_key_heads)
 
     def request_bytes(self, element_bytes: int, ranks: int = 1) -> int:
-        """What an engine of `ranks` keeps of a request on each, however long it is."""
+        """Bytes of a request on each rank of an engine, however long it is: the states of Gated DeltaNets."""
         net = self.delta_net
         return len(net.layers) * net.state_bytes(element_bytes) // ranks if net else 0
 
@@ -450,7 +444,7 @@ class ModelShape:
         return self.num_heads * self.head_size * (2 if self.traits.has_gate else 1)
 
     def _shared_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Those of a layer without its experts, which ranks of experts divide."""
+        """Shapes by name of a layer without its experts, which ranks of experts divide."""
         name = f"{self.traits.prefix}layers.{layer}."
         shapes = self._attention_tensors(layer, name) | self._mlp_tensors(layer, f"{name}mlp.")
         return shapes | {f"{name}{norm}.weight": (self.hidden,) for norm in self.traits.norms}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.base.files import write_atomically
+from rlhpc.base.hf_config import TEXT, language_model
 from rlhpc.models.adapter import (
     PEFT_CONFIG,
     PEFT_PREFIX,
@@ -32,7 +33,7 @@ from rlhpc.models.adapter import (
     projection_of,
     settings_of,
 )
-from rlhpc.models.shape import INNER, TEXT, language_model
+from rlhpc.models.shape import INNER
 from rlhpc.models.weights import read_header, weight_files
 from rlhpc.protocol.contracts import TrainerBackend
 from rlhpc.protocol.errors import CheckpointError, ConfigError

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.utils.logging import disable_progress_bar
 
+from rlhpc.base.hf_config import TEXT
 from rlhpc.config.rules import Config
 from rlhpc.models.routes import MixtureForm
-from rlhpc.models.shape import INNER, LAYER_TYPES, TEXT, WRAPPED
+from rlhpc.models.shape import INNER, LAYER_TYPES, WRAPPED
 from rlhpc.models.weights import is_mxfp4, object_in, refuse_other_weights
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec

@@ -335,6 +335,11 @@ _SLURM_DOOR = "launch/slurm/commands.py"
 _STARTS_STEPS = {"launch/supervisor/processes.py", "launch/submitit_hetjob/step.py"}  # srun, whose tasks they watch
 
 
+def test_the_text_part_of_a_config_is_read_in_one_place() -> None:
+    readers = [path for path in SOURCES if re.search(r"""["']text_config["']""", _text(path))]
+    assert [str(path.relative_to(ROOT)) for path in readers] == ["rlhpc/base/hf_config.py"]
+
+
 def test_slurms_commands_are_called_in_one_place() -> None:
     """What can start programs names none of Slurm's: those go through the door, which cleans their environment."""
     found = []

@@ -33,12 +33,12 @@ from typing import Any
 
 from rlhpc.algorithms.packing import FlopCost, warm_up
 from rlhpc.algorithms.samples import RewardShaping
+from rlhpc.base.hf_config import language_model
 from rlhpc.base.patience import patiently, patiently_awaited
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.lost_leases import LostLeaseFile
 from rlhpc.buffer.prefixes import PartialIntake, PartialLog
 from rlhpc.config.rules import Config
-from rlhpc.models.shape import language_model
 from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import (
     ChannelError,

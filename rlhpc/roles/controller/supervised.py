@@ -27,10 +27,10 @@ from typing import Any
 from rlhpc.algorithms.guard import StepGuard
 from rlhpc.algorithms.packing import FlopCost, warm_up
 from rlhpc.base.files import rename, sync_directory, write_atomically
+from rlhpc.base.hf_config import language_model
 from rlhpc.base.patience import patiently, patiently_awaited
 from rlhpc.config.rules import Config
 from rlhpc.data.demonstrations import open_demonstrations
-from rlhpc.models.shape import language_model
 from rlhpc.protocol.contracts import Clock, ServerChannel
 from rlhpc.protocol.errors import ChannelError, CheckpointError, ConfigError, RoleFailed
 from rlhpc.protocol.messages import (
