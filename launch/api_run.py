@@ -414,13 +414,14 @@ _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
         name: attrgetter(name)
         for name in ("group_id", "sample_index", "prompt_id", "dataset", "record", "task", "standing", "drop_reason",
                      "step", "admitted_version", "trained_version", "staleness", "attempts", "reward", "verdict",
-                     "advantage", "teacher_logprob", "num_tokens", "finish_reason", "prompt", "completion",
+                     "advantage", "teacher_logprob", "num_tokens", "num_rows", "finish_reason", "prompt", "completion",
                      "reference", "detail")
     },
     "drop_reason": lambda seen: seen.drop_reason or None,
     "step": lambda seen: seen.step if seen.step >= 0 else None,
     "trained_version": lambda seen: seen.trained_version if seen.trained_version >= 0 else None,
     "num_tokens": lambda seen: len(seen.token_ids),
+    "num_rows": lambda seen: 1 + len(seen.row_starts),
 }  # fmt: skip
 
 

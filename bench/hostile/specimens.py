@@ -89,7 +89,7 @@ def _of_leases() -> list[object]:
         _delivery(24),
         _delivery(25),  # with a teacher
         _delivery(1_500),  # its versions and its mask travel as runs
-        m.LeaseReturn(12, (0, 2), (None, prefix), "draining", 1),
+        m.LeaseReturn(12, (0, 2), (None, Prefix.of_rows([prefix, prefix])), "draining", 1),
         m.LeaseProgress(np.arange(300, dtype=np.uint8), 900, 1),
         lease,
         m.CancelGroup(12),
@@ -145,7 +145,8 @@ def _delivery(num_tokens: int) -> m.Delivery:
     logprobs, versions = -ids.astype(np.float32), np.full(num_tokens, 7, np.int32)
     routes = Routes(num_tokens, 2, 4, np.arange(num_tokens, dtype=np.uint8)) if num_tokens % 3 else None
     mask = np.ones(num_tokens, np.bool_)
-    rollout = Rollout(12, 2, 3, ids, logprobs, versions, mask, FinishReason.STOP, routes)
+    row_starts = np.array([3, 11] if num_tokens % 2 else [], np.int32)
+    rollout = Rollout(12, 2, 3, ids, logprobs, versions, mask, FinishReason.STOP, routes, row_starts)
     teacher = TeacherScores(logprobs, np.repeat(ids, 2), np.repeat(logprobs, 2)) if num_tokens % 2 else None
     scored = ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42", teacher=teacher)
     return m.Delivery(31, 29, "a1b2c3", 1, 0xC0FFEE, scored)

@@ -185,6 +185,8 @@ class RewardShaping:
         return sum(weight * member.reward_parts[name] for name, weight in weights.items())
 
     def _for_length(self, rollout: Rollout) -> float:
+        if not (self.settings.length_weight or self.settings.overlong_tokens):
+            return 0.0
         length, longest = rollout.num_distinct_tokens, self.max_completion_tokens(rollout.prompt_id)
         bonus = self.settings.length_weight * length / longest
         if not (cushion := self.settings.overlong_tokens):

@@ -205,7 +205,11 @@ class Rollout:
     @property
     def num_distinct_tokens(self) -> int:
         """Tokens of its rows, a beginning that rows share counted once."""
-        return len(self.token_ids) - (sum(self.num_shared) if len(self.row_starts) else 0)
+        if not len(self.row_starts):
+            return len(self.token_ids)
+        # In order of their content, so that what a row shares with any before it, it shares with the one before it.
+        rows = sorted((self.token_ids[row] for row in self.rows), key=lambda each: each.tobytes())
+        return len(self.token_ids) - sum(_num_alike(one, other) for one, other in pairwise(rows))
 
 
 def _num_alike(one: Int32, other: Int32) -> int:

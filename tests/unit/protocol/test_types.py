@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhpc.protocol import types
 from tests import build
@@ -43,6 +45,12 @@ def test_a_beginning_that_rows_share_counts_once() -> None:
     assert rollout.num_shared == [0, 2, 3, 0, 4]
     assert rollout.num_distinct_tokens == 7  # 1 2 3 4, 5, 6, 7
     assert build.rollout(length=9).num_distinct_tokens == 9
+
+
+@given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_distinct_tokens_are_the_beginnings_that_any_row_has(rows: list[list[int]]) -> None:
+    beginnings = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+    assert with_rows(*rows).num_distinct_tokens == len(beginnings)
 
 
 def test_a_group_counts_the_prompt_of_every_row() -> None:
