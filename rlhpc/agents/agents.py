@@ -21,10 +21,12 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from rlhpc.agents.anthropic_format import MESSAGES, error_body
 from rlhpc.agents.host import AgentProcesses, Ended
 from rlhpc.agents.openai_format import CHAT, TEXT
+from rlhpc.agents.responses_format import RESPONSES, response_id
 from rlhpc.agents.session import AgentSession, Judge, SessionRules, last_line, outcome_of
-from rlhpc.agents.turns import Form, SamplingSettings, event
+from rlhpc.agents.turns import AgentRequest, AgentTurn, Form, SamplingSettings, event
 from rlhpc.base.host_address import host_address
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT
@@ -33,19 +35,23 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.protocol.errors import RoleFailed
 from rlhpc.protocol.types import RolloutRequest
 from rlhpc.rewards.outcomes import DIED, INVALID, RAISED, NoReward, TaskCounts
-from rlhpc.transport.http_server import HttpServer, Refused, has_bearer, read_json
+from rlhpc.transport.http_server import HttpServer, Refused, has_api_key, has_bearer, openai_error, read_json
 
 # ------------------------------------------------------------------------------------------------------------- endpoint
 #
-# The OpenAI-compatible endpoint of a generator, only for the agents of its own rollouts.
+# The endpoint of a generator, as OpenAI's and Anthropic's clients know it, only for the agents of its own rollouts.
 #
 #     POST /SESSION/v1/chat/completions    the policy's next turn
+#     POST /SESSION/v1/responses           the same, as a response
+#     POST /SESSION/v1/messages            the same, as a message of Anthropic's API
 #     POST /SESSION/v1/completions         the same after a plain text or token ids
+#     POST /SESSION/v1/messages/count_tokens
 #     GET  /SESSION/v1/models              one name; any other is accepted, too
 #     POST /SESSION/v1/reward              what the rollout has earned, as a reward function may return it, in JSON
 #
-# Every request carries the key of its session (Authorization: Bearer …).  Keys are made from a secret that this process
-# draws when it starts and keeps to itself.  A request without the right key gets a 401 without details.
+# Every request carries the key of its session (Authorization: Bearer …, or x-api-key).  Keys are made from a secret
+# that this process draws when it starts and keeps to itself.  A request without the right key gets a 401 without
+# details.
 
 log = logging.getLogger("rlhpc.agents")
 LOOPBACK = "127.0.0.1"
@@ -55,8 +61,24 @@ LOOPBACK = "127.0.0.1"
 class Access:
     """Address and key with which an agent reaches its session; the key is not for logs."""
 
-    base_url: str
+    address: str  # for Anthropic's clients, which add /v1 themselves
     key: str
+
+    @property
+    def base_url(self) -> str:
+        """Address for OpenAI's clients."""
+        return f"{self.address}/v1"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of an agent, by which clients find the endpoint."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.address,
+            "ANTHROPIC_API_KEY": self.key,
+            **_without_proxy(self.address),
+        }
 
 
 class AgentServer:
@@ -66,10 +88,16 @@ class AgentServer:
         self._run, self._secret = run, secrets.token_bytes(32)
         self._sessions: dict[str, AgentSession] = {}
         self._server = HttpServer(
-            log, is_allowed=self._is_allowed, max_request_bytes=max_request_bytes, limit="agent.max_request_bytes"
+            log,
+            is_allowed=self._is_allowed,
+            max_request_bytes=max_request_bytes,
+            limit="agent.max_request_bytes",
+            error_body=_error_body,
         )
-        self._server.post("/{session}/v1/chat/completions", partial(self._answer, CHAT))
-        self._server.post("/{session}/v1/completions", partial(self._answer, TEXT))
+        for path, form in (("chat/completions", CHAT), ("completions", TEXT), ("messages", MESSAGES)):
+            self._server.post(f"/{{session}}/v1/{path}", partial(self._answer, form))
+        self._server.post("/{session}/v1/responses", self._respond)
+        self._server.post("/{session}/v1/messages/count_tokens", self._count)
         self._server.post("/{session}/v1/reward", self._reward)
         self._server.get("/{session}/v1/models", self._models)
 
@@ -94,7 +122,7 @@ class AgentServer:
     def admit(self, session: AgentSession) -> Access:
         """Accept requests to a session from now on, with this key."""
         self._sessions[session.name] = session
-        return Access(f"{self.address}/{session.name}/v1", self._key_of(session.name))
+        return Access(f"{self.address}/{session.name}", self._key_of(session.name))
 
     def dismiss(self, session: AgentSession) -> None:
         """Refuse further requests to a session."""
@@ -108,7 +136,8 @@ class AgentServer:
 
     def _is_allowed(self, request: web.Request) -> bool:
         name = request.path.removeprefix("/").partition("/")[0]  # of CONNECT and of "*" there is no path
-        return has_bearer(request, self._key_of(name))
+        key = self._key_of(name)
+        return has_bearer(request, key) or has_api_key(request, key)
 
     # -------------------------------------------------------------------------------------------------- what is offered
 
@@ -121,7 +150,20 @@ class AgentServer:
     async def _answer(self, form: Form, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         asked = form.read(await read_json(request), self._run)
-        turn = await session.ask(asked)
+        return await self._told(form, request, session, asked, await session.ask(asked))
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = RESPONSES.read(await read_json(request), self._run)
+        turn = await session.ask(session.responses.continued(asked))
+        session.responses.keep(response_id(session.name, turn), asked, turn)
+        return await self._told(RESPONSES, request, session, asked, turn)
+
+    @staticmethod
+    async def _told(
+        form: Form, request: web.Request, session: AgentSession, asked: AgentRequest, turn: AgentTurn
+    ) -> web.StreamResponse:
+        """The reply with a turn."""
         if not asked.is_streamed:
             return web.json_response(form.whole(session.name, turn, asked))
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -130,6 +172,11 @@ class AgentServer:
             await stream.write(event(piece))
         await stream.write_eof(form.ending)
         return stream
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = MESSAGES.read(await read_json(request), self._run)
+        return web.json_response({"input_tokens": session.count(asked)})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -143,7 +190,15 @@ class AgentServer:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlhpc"}
-        return web.json_response({"object": "list", "data": [model]})
+        model |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # for Anthropic's
+        more = {"has_more": False, "first_id": "policy", "last_id": "policy"}
+        return web.json_response({"object": "list", "data": [model], **more})
+
+
+def _error_body(request: web.Request, status: int, message: str, code: str) -> dict[str, Any]:
+    """An error in the shape of the API that was asked."""
+    is_anthropic = "/v1/messages" in request.path or "anthropic-version" in request.headers
+    return (error_body if is_anthropic else openai_error)(status, message, code)
 
 
 # --------------------------------------------------------------------------------------------------------------- agents
@@ -183,12 +238,7 @@ class Agents:
         self._placed.add(session.name)
         endpoint = await self._open()
         access = endpoint.admit(session)
-        variables = {
-            "OPENAI_BASE_URL": access.base_url,
-            "OPENAI_API_KEY": access.key,
-            **_without_proxy(access.base_url),
-        }
-        await self._processes.start(session.name, record, variables, partial(_ended, session))
+        await self._processes.start(session.name, record, access.variables, partial(_ended, session))
 
     def _finish(self, session: AgentSession) -> None:
         self._processes.kill(session.name)

@@ -22,9 +22,9 @@ from rlhpc.agents.turns import (
     Form,
     Message,
     SamplingSettings,
-    arguments_in_json,
     assistant_message,
     call_of,
+    in_json,
     list_of,
     object_of,
     refuse_other_distributions,
@@ -148,7 +148,7 @@ def _spoken(turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
         spoken["reasoning_content"] = turn.thoughts
     if turn.calls:
         spoken["tool_calls"] = [
-            {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments_in_json(call)}}
+            {"id": name, "type": "function", "function": {"name": call.name, "arguments": in_json(call.arguments)}}
             for name, call in turn.named_calls
         ]
     return spoken

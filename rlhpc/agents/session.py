@@ -23,7 +23,8 @@ import numpy as np
 
 from rlhpc.agents.host import LONGEST_TEXT, MOST_KEPT
 from rlhpc.agents.openai_format import Plain, added, piece
-from rlhpc.agents.turns import AgentRequest, AgentTurn, Message, first_difference, is_same, turn_of
+from rlhpc.agents.responses_format import KnownResponses
+from rlhpc.agents.turns import FULL, AgentRequest, AgentTurn, Message, first_difference, is_same, turn_of
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.contracts import RewardOutcome
@@ -73,7 +74,6 @@ def last_line(output: str) -> RewardOutcome | None:
 # -------------------------------------------------------------------------------------------------------------- session
 
 CHANGED = "history_changed"
-FULL = "context_length_exceeded"  # OpenAI's code
 Judge = Callable[[str], Awaitable[RewardReply]]  # the last turn
 
 
@@ -133,6 +133,7 @@ class AgentSession:
         self._answered: tuple[AgentRequest, AgentTurn] | None = None  # the last one
         self._num_turns = 0  # answered
         self._is_full, self._over = False, ""
+        self.responses = KnownResponses()
         self.is_settled = False  # rewarded, or failed
         self.failure = ""  # then one of rewards.failures.FAILURES, or ""
         self.waited_s = 0.0  # for the agent
@@ -160,6 +161,13 @@ class AgentSession:
         self._pending = _Pending(asked, new)
         self._events.put_nowait(self._pending)
         return await asyncio.shield(self._pending.turn)
+
+    def count(self, asked: AgentRequest) -> int:
+        """Number of tokens of a request's messages and tools, as the chat template writes them.  Raises Refused."""
+        try:
+            return len(self._rules.template_for(asked.tools).whole(asked.messages))
+        except ConfigError as error:
+            raise Refused(f"messages: {error}") from error
 
     def report(self, outcome: RewardOutcome | None) -> None:
         """Accept the agent's report.  Only the first one counts."""
@@ -304,6 +312,7 @@ class AgentSession:
             num_tokens=taken.num_tokens,
             token_ids=taken.token_ids,
             is_thinking=None if is_plain else self._template.is_thinking,
+            end_of_thought=self._template.end_of_thought,
         )
         self._history.append(piece(turn.content, turn.token_ids) if is_plain else turn.message)
         self._answered = pending.asked, turn

@@ -24,6 +24,7 @@ from rlhpc.transport.http_server import Refused
 
 Message = Mapping[str, Any]  # normalised
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+FULL = "context_length_exceeded"  # code of a refusal for lack of room, OpenAI's
 Fixed = Mapping[str, tuple[Any, ...]]  # keys that change the distribution → the values that leave it as it is
 
 
@@ -193,6 +194,7 @@ class AgentTurn:
     num_sampled: int  # tokens of it
     token_ids: tuple[int, ...] = ()  # the same, as sampled
     thinking: str = ""  # thoughts as sampled, with the marks around them and the white space behind
+    num_thought: int = 0  # tokens up to the end of the thoughts
 
     @property
     def thoughts(self) -> str:
@@ -227,12 +229,13 @@ def turn_of(
     num_tokens: tuple[int, int],
     token_ids: tuple[int, ...] = (),
     is_thinking: bool | None = None,
+    end_of_thought: tuple[int, ...] = (),
 ) -> AgentTurn:
     """Parse a turn; text: with special tokens, of which calls may consist; answer: without.  Broken calls stay text.
 
-    is_thinking: see DialogueTemplate.
+    is_thinking, end_of_thought: see DialogueTemplate.
     """
-    are_marks_special = THINKING_END in text and THINKING_END not in answer
+    are_marks_special = any(mark in text and mark not in answer for mark in (THINKING_START, THINKING_END))
     thinking, content = split_thoughts(text if are_marks_special else answer, is_thinking)
     spoken = split_thoughts(text, is_thinking)[1]  # a call in a thought is not meant
     found = FORMS[call_form](spoken, schemas_of(tools)) if tools else []
@@ -241,7 +244,8 @@ def turn_of(
         calls = ()
     if calls:
         content = "" if call_form == "llama3" else spoken.partition(_OPENS)[0].strip()
-    return AgentTurn(number, content, calls, is_cut, *num_tokens, token_ids, thinking)
+    num_thought = _end_of(end_of_thought, token_ids) if thinking else 0
+    return AgentTurn(number, content, calls, is_cut, *num_tokens, token_ids, thinking, num_thought)
 
 
 def split_thoughts(text: str, is_thinking: bool | None) -> tuple[str, str]:
@@ -256,16 +260,23 @@ def split_thoughts(text: str, is_thinking: bool | None) -> tuple[str, str]:
     return text[: len(text) - len(rest)], rest
 
 
-def arguments_in_json(call: Call) -> str:
+def _end_of(mark: tuple[int, ...], token_ids: tuple[int, ...]) -> int:
+    """Number of tokens up to the end of the first such mark; all of them without one."""
+    size = len(mark)
+    places = (place for place in range(len(token_ids) - size + 1) if token_ids[place : place + size] == mark)
+    return next(places, len(token_ids) - size) + size
+
+
+def in_json(arguments: Mapping[str, Any]) -> str:
     """Arguments of a call as JSON."""
-    return json.dumps(dict(call.arguments), ensure_ascii=False)
+    return json.dumps(dict(arguments), ensure_ascii=False)
 
 
 def _is_sayable(call: Call) -> bool:
-    """False for a text with half a surrogate pair, which no client can send back, and the endpoint would refuse."""
+    """False for what no client can send back as it was: half a surrogate pair, and NaN, which equals nothing."""
     try:
-        (call.name + arguments_in_json(call)).encode()
-    except UnicodeEncodeError:
+        json.dumps([call.name, dict(call.arguments)], ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
         return False
     return True
 

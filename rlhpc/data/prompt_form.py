@@ -22,7 +22,7 @@ from rlhpc.base.near_names import near_hint
 from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.data.files import kind
 from rlhpc.data.record_source import Record, is_unicode
-from rlhpc.data.tokenizer import THINKING_START, PromptTokenizer
+from rlhpc.data.tokenizer import THINKING_END, THINKING_START, PromptTokenizer
 from rlhpc.protocol.environment import ROLES
 from rlhpc.protocol.errors import ConfigError, DataError
 from rlhpc.protocol.types import Int32, Prompt
@@ -275,6 +275,11 @@ class DialogueTemplate:
     def is_thinking(self) -> bool | None:
         """True: turns begin within a thought; False: they may begin with one; None: the template knows no thoughts."""
         return self._asking.rstrip().endswith(THINKING_START) if self._tokenizer.may_think else None
+
+    @cached_property
+    def end_of_thought(self) -> tuple[int, ...]:
+        """Tokens of the mark that ends thoughts."""
+        return tuple(self.plain(THINKING_END).tolist())
 
     def left_out(self, turn: AnyMessage) -> str:
         """The key of a turn whose value, or a part of whose list, the template does not write; "" if it writes all."""

@@ -1,8 +1,8 @@
 """HTTP servers of a run: on a port that the kernel chooses, for clients that have the key.
 
 Input: routes, and who is allowed.  Output: JSON.  A request without the right key gets a 401 before its body is read;
-any other refusal is an error in the form of OpenAI's API, {"error": {"message", "type", "param", "code"}}.  No reply
-shows versions of libraries.
+any other refusal is an error in the form of OpenAI's API, {"error": {"message", "type", "param", "code"}}, or in one of
+the server's own.  No reply shows versions of libraries.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
             super().log(level, msg, *args, **kwargs)
 
 
+def openai_error(status: int, message: str, code: str) -> dict[str, Any]:
+    """Return an error in the form of OpenAI's API; from 500 on it is the server's."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+ErrorBody = Callable[[web.Request, int, str, str], Mapping[str, Any]]  # request, status, message, code
+
+
 class HttpServer:
     """An HTTP server that is open from open() to close(); routes are added before."""
 
@@ -54,13 +63,14 @@ class HttpServer:
         limit: str,
         ends_abandoned: bool = False,
         shutdown_s: float = 0.1,
+        error_body: ErrorBody = lambda _request, *error: openai_error(*error),
     ) -> None:
         """limit: name of max_request_bytes in refusals.  ends_abandoned: cancel the work for clients that hang up.
 
         shutdown_s: for requests under way when the server is closed.
         """
         self._log, self._is_allowed, self._limit = log, is_allowed, f"{limit}={max_request_bytes}"
-        self._ends_abandoned, self._shutdown_s = ends_abandoned, shutdown_s
+        self._ends_abandoned, self._shutdown_s, self._error_body = ends_abandoned, shutdown_s, error_body
         self._app = web.Application(middlewares=[self._guarded], client_max_size=max_request_bytes)
         self._app.on_response_prepare.append(_without_server)
         self._runner: web.AppRunner | None = None
@@ -116,18 +126,28 @@ class HttpServer:
         try:
             return await handler(request)
         except Refused as refusal:
-            return error_reply(refusal.status, str(refusal), refusal.code)
+            status, message, code = refusal.status, str(refusal), refusal.code
         except web.HTTPException as error:
-            if error.status == 413:
-                return error_reply(413, f"the request is longer than {self._limit}", "request_too_large")
-            return error_reply(error.status, f"{request.method} {request.path}: {error.reason}", "no_such_thing")
+            status, message, code = error.status, f"{request.method} {request.path}: {error.reason}", "no_such_thing"
+            if status == 413:
+                message, code = f"the request is longer than {self._limit}", "request_too_large"
+        return web.json_response(self._error_body(request, status, message, code), status=status)
 
 
 def has_bearer(request: web.Request, key: str) -> bool:
     """Return whether the request has this key; takes as long for any wrong one."""
     kind, _, said = request.headers.get("Authorization", "").partition(" ")
-    is_right = hmac.compare_digest(said.strip().encode(errors="replace"), key.encode())
+    is_right = _is_key(said, key)
     return is_right and kind.lower() == "bearer"
+
+
+def has_api_key(request: web.Request, key: str) -> bool:
+    """Return whether the request has this key as Anthropic's clients send it; takes as long for any wrong one."""
+    return _is_key(request.headers.get("x-api-key", ""), key)
+
+
+def _is_key(said: str, key: str) -> bool:
+    return hmac.compare_digest(said.strip().encode(errors="replace"), key.encode())
 
 
 async def read_json(request: web.Request) -> Any:
@@ -163,10 +183,3 @@ async def _without_server(_request: web.Request, response: web.StreamResponse) -
 def json_reply(answer: str | Mapping[str, Any]) -> web.Response:
     """Return a reply of this JSON; a text is sent as it is."""
     return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer), content_type="application/json")
-
-
-def error_reply(status: int, message: str, code: str) -> web.Response:
-    """Return an error in the form of OpenAI's API; from 500 on it is the server's."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return web.json_response({"error": error}, status=status)

@@ -98,6 +98,38 @@ def by_token_ids(record: dict[str, Any]) -> dict[str, Any]:
     return {"reward": 0.5, "detail": json.dumps(row[:-1])}
 
 
+def by_messages(record: dict[str, Any]) -> dict[str, Any]:
+    """Three turns by Anthropic's client, the second streamed; reports their texts."""
+    from anthropic import Anthropic
+
+    client, said = Anthropic(), list[str]()
+    messages: list[Any] = [{"role": "user", "content": record["question"]}]
+    for place in range(3):
+        asked: Any = {"model": "policy", "max_tokens": 9, "system": "Be brief.", "messages": messages}
+        if place == 1:
+            with client.messages.stream(**asked) as stream:
+                reply: Any = stream.get_final_message()
+        else:
+            reply = client.messages.create(**asked)
+        said.append(reply.content[0].text)
+        messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "more"}]
+    return {"reward": 0.5, "detail": json.dumps(said)}
+
+
+def by_responses(record: dict[str, Any]) -> dict[str, Any]:
+    """Three turns by OpenAI's client as responses, each named by the next; reports their texts."""
+    from openai import OpenAI
+
+    client, said, previous = OpenAI(), list[str](), None
+    for word in (record["question"], "more", "more"):
+        reply = client.responses.create(
+            model="policy", input=word, instructions="Be brief.", previous_response_id=previous, max_output_tokens=9
+        )
+        said.append(reply.output_text)
+        previous = reply.id
+    return {"reward": 0.5, "detail": json.dumps(said)}
+
+
 def other_text(record: dict[str, Any]) -> float:
     """A prompt that does not begin with what was said."""
     assert post("/completions", {"prompt": "one"})[0] == 200

@@ -92,7 +92,7 @@ async def answered(
     ("method", "path"),
     [
         ("POST", "/one/v1/chat/completions"), ("POST", "/one/v1/completions"), ("GET", "/one/v1/models"),
-        ("POST", "/one/v1/reward"),
+        ("POST", "/one/v1/reward"), ("POST", "/one/v1/messages"), ("POST", "/one/v1/responses"),
         ("GET", "/"), ("GET", "/two/v1/models"), ("DELETE", "/one/v1/models"), ("GET", "/one"),
     ],
 )  # fmt: skip
@@ -105,7 +105,11 @@ async def test_who_has_no_key_gets_401_and_nothing_else(tokenizer: PromptTokeniz
             key, other = other, key
         wrong = (None, "", "Bearer", "Bearer ", "Bearer wrong", f"Basic {key}", key, f"Bearer {key}x")
         for said in (*wrong, f"Bearer {other}"):
-            headers = {} if said is None else {"Authorization": said}
+            headers = (
+                {}
+                if said is None
+                else {"Authorization": said, "x-api-key": said.removeprefix("Bearer ").replace(key, "")}
+            )
             url = stand.endpoint.address + path
             async with stand.http.request(method, url, data=b"{" * 1000, headers=headers) as reply:
                 assert (reply.status, await reply.read()) == (401, b""), said
@@ -195,8 +199,9 @@ async def test_what_is_no_whole_call_stays_text(tokenizer: PromptTokenizer, text
         following.cancel()
 
 
-async def test_a_call_that_nobody_could_say_again_stays_text(tokenizer: PromptTokenizer) -> None:
-    text = '<tool_call>{"name": "search", "arguments": {"query": "half of a pair: \\ud83d"}}</tool_call>'
+@pytest.mark.parametrize("query", ['"half of a pair: \\ud83d"', "NaN", "[-Infinity]"])
+async def test_a_call_that_nobody_could_say_again_stays_text(tokenizer: PromptTokenizer, query: str) -> None:
+    text = f'<tool_call>{{"name": "search", "arguments": {{"query": {query}}}}}</tool_call>'
     async with stand_of(tokenizer) as stand:
         said, following = await answered(stand, text, tools=TOOLS)
         assert said == {"role": "assistant", "content": text}
