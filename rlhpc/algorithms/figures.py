@@ -96,8 +96,7 @@ def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> di
         return {}
     rollouts = _rollouts(groups)
     ages, versions = staleness(groups, policy_version), [rollout.versions for rollout in rollouts]
-    # Of most: versions never decrease within a row.
-    are_one = [not len(each.row_starts) and each.versions.item(0) == each.versions.item(-1) for each in rollouts]
+    are_one = [each.is_of_one_version for each in rollouts]  # most are
     pairs = list(zip(versions, are_one, strict=True))
     num_versions = np.array([1 if is_one else len(np.unique(each)) for each, is_one in pairs])
     total = sum(each.item(0) * len(each) if is_one else int(each.sum(dtype=np.int64)) for each, is_one in pairs)

@@ -197,6 +197,13 @@ class Rollout:
         return row_fault(self.row_starts, len(self.token_ids))
 
     @property
+    def is_of_one_version(self) -> bool:
+        """True if one policy version sampled all tokens."""
+        if len(self.row_starts):
+            return bool((self.versions == self.versions[0]).all())
+        return bool(self.versions.item(0) == self.versions.item(-1))  # they never decrease
+
+    @property
     def num_shared(self) -> list[int]:
         """Number of tokens at the beginning of each row that an earlier row has, too."""
         rows = [self.token_ids[row] for row in self.rows]

@@ -355,7 +355,7 @@ class RunRecorder(StepRecorder[_Unwritten]):
         totals.steps += 1
         totals.skipped_steps += not record.report.applied
         totals.rollouts_trained += len(rollouts)
-        totals.rollouts_spanning_update += sum(r.versions.item(0) != r.versions.item(-1) for r in rollouts)
+        totals.rollouts_spanning_update += sum(not rollout.is_of_one_version for rollout in rollouts)
         oldest = min(group.admitted_version for group in record.groups)
         totals.staleness_max = max(totals.staleness_max, record.trained_version - oldest)
         totals.tokens_trained += num_tokens

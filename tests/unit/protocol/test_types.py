@@ -47,6 +47,12 @@ def test_a_beginning_that_rows_share_counts_once() -> None:
     assert build.rollout(length=9).num_distinct_tokens == 9
 
 
+def test_a_version_in_the_middle_row_is_seen() -> None:
+    versions = np.array([3, 3, 5, 3], np.int32)
+    assert not replace(with_rows([1, 2], [3], [4]), versions=versions).is_of_one_version
+    assert with_rows([1, 2], [3], [4]).is_of_one_version
+
+
 @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_distinct_tokens_are_the_beginnings_that_any_row_has(rows: list[list[int]]) -> None:
     beginnings = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
