@@ -110,7 +110,8 @@ def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> Ite
         num, tried = found.num_references_doubted, found.num_references_checked
         are = "is" if num == 1 else "are"
         yield f"{num:,} of {tried:,} references {are} doubtful, the first at {found.doubted_reference}"
-    if 0 < found.num_distinct < _MOST_PROMPTS * found.num_records:
+    is_agents = data.environment == AGENT  # its prompts are all the beginning of a dialogue
+    if not is_agents and 0 < found.num_distinct < _MOST_PROMPTS * found.num_records:
         field, template = data.prompt_field, data.prompt_template
         key = f"data.prompt_field={field!r}" if field else f"prompt_template={template!r}"
         yield (
