@@ -37,6 +37,7 @@ from rlhpc.config.tables_models import RewardModelConfig, ServiceConfig, Service
 from rlhpc.config.tables_services import (
     AgentConfig,
     CompositeConfig,
+    ContainerConfig,
     EnvironmentConfig,
     EvaluationConfig,
     InstructionsConfig,
@@ -99,6 +100,7 @@ class Config(Section):
     reward_model: RewardModelConfig = RewardModelConfig()
     composite: dict[Name, CompositeConfig] = Field(default={})
     environment: EnvironmentConfig = EnvironmentConfig()
+    container: ContainerConfig = ContainerConfig()
     agent: AgentConfig = AgentConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

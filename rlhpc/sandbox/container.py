@@ -30,10 +30,14 @@ ENVIRONMENT: Mapping[str, str] = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-
 _OPEN_S = 60.0
 _GRACE_S = 20.0  # beyond a command's time, on a busy node
 _SHORTAGES = ("No space left", "Cannot allocate memory")
+_UNREACHABLE = (
+    f"; containers of root run as user {OWNER}, who cannot reach it: legal: a container.root_cache below directories "
+    "that all users may enter"
+)
 REMEDY = (
     "allow unprivileged user namespaces on nodes of reward services (sysctl user.max_user_namespaces above 0, kernel."
-    "unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where these exist), run them on "
-    "other nodes, or install apptainer there"
+    "unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where these exist), or run reward "
+    "services on other nodes, with Linux 5.14 or later"
 )
 
 
@@ -121,7 +125,9 @@ class Containers:
             container.close()
             short = any(word in why for word in _SHORTAGES)
             raise SandboxError(
-                f"container of {root.path}: {why}" + ("; legal: a larger environment.disk_bytes" if short else "")
+                f"container of {root.path}: {why}"
+                + ("; legal: a larger container.disk_bytes" if short else "")
+                + (_UNREACHABLE if "Permission denied" in why and os.geteuid() == 0 else "")
             )
         return container
 
@@ -173,10 +179,11 @@ class Container:
         output = self._receive(_GRACE_S)[1:]
         return FinishedCommand(**answer, output=output)
 
-    def put(self, at: str, files: Mapping[str, Path]) -> str:
-        """Put files, by their paths in it, into a fresh directory over `at`.
+    def put(self, at: str, files: Mapping[str, Path], *, is_fresh: bool = True) -> str:
+        """Put files, by their paths in it, into a directory; is_fresh: an empty one, over whatever is at this path.
 
-        Returns why that is impossible, "" if they are there: a command may have filled the disk.
+        Without is_fresh before any command: links would be followed.  Returns why that is impossible, "" if they are
+        there: a command may have filled the disk.
         """
         listed, descriptor = [], os.memfd_create("files", os.MFD_CLOEXEC)
         try:
@@ -186,7 +193,7 @@ class Container:
                         shutil.copyfileobj(source, content)
                         listed.append([name, 0o755 if file.stat().st_mode & 0o100 else 0o644, source.tell()])
             os.lseek(descriptor, 0, os.SEEK_SET)
-            self._send({"put": {"at": at, "files": listed}}, descriptor)
+            self._send({"put": {"at": at, "files": listed, "is_fresh": is_fresh}}, descriptor)
         finally:
             os.close(descriptor)
         return str(self._answer(_OPEN_S)["error"])

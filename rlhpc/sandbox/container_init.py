@@ -59,6 +59,7 @@ _MOST_OPEN_FILES = 1024
 _ATIME = {1024: kernel.MS_NOATIME, 2048: kernel.MS_NODIRATIME, 4096: kernel.MS_RELATIME}  # of statvfs: of mount
 _SAFE = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _WORTH_A_LOOK_BYTES = 64 << 20  # of all processes; below it, what they share need not be known
+_ROOM_BYTES = 16 << 20  # of tests: caches, logs
 _LOOK_S = 0.2  # between two looks at the memory of a container's processes
 _NICE = 10  # below the roles of the run on this node
 _OLDEST_KERNEL = (5, 14)  # counts processes of a user by namespace, and lets a user mount an overlay
@@ -299,7 +300,7 @@ def _try_root(user: Tuple[int, int], way: str) -> None:
 # Messages to C are JSON objects with one key, and C answers each:
 #
 #     {"run": {argv, env, cwd, time_s, output_bytes}}  →  {status, stopped_for, wall_s, peak_bytes}, then the output
-#     {"put": {at, files: [[path, mode, bytes], …]}}, with a descriptor of all their bytes  →  {error}
+#     {"put": {at, files: [[path, mode, bytes], …], is_fresh}}, with a descriptor of all their bytes  →  {error}
 #     {"read": {paths, bytes}}  →  {found: [text or null, …]}
 
 
@@ -446,7 +447,7 @@ class _Container:
 
 
 class _Output:
-    """What a command prints: its beginning and its end, half of the bytes each."""
+    """Output of a command: its beginning and its end, half of the bytes each."""
 
     def __init__(self, most_bytes: int) -> None:
         self._half, self._head, self._tail = most_bytes // 2, bytearray(), bytearray()
@@ -549,25 +550,30 @@ def _first_number(path: str, place: int) -> int:
 
 
 def _put(request: Dict[str, Any], source: int) -> str:
-    """Put files into a fresh file system at a path, over whatever is there.  Returns why not, "" if they are there."""
+    """Put files into a directory, or a fresh one over whatever is there.  Returns why not, "" if they are there."""
     at, files = request["at"], request["files"]
     try:
         with open(source, "rb") as content:
-            if os.path.lexists(at) and not os.path.isdir(at):
-                os.unlink(at)
-            os.makedirs(at, exist_ok=True)
-            size = sum(-(-num_bytes // 4096) * 4096 for _path, _mode, num_bytes in files) + (1 << 20)
-            options = "size=%d,mode=755" % size
-            kernel.mount("tmpfs", at, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+            if request["is_fresh"]:
+                _cover(at, sum(num_bytes for _path, _mode, num_bytes in files))
             for path, mode, num_bytes in files:
                 target = os.path.join(at, path)
                 os.makedirs(os.path.dirname(target), exist_ok=True)
-                with open(target, "xb") as new:
+                with open(target, "wb") as new:
                     new.write(content.read(num_bytes))
                 os.chmod(target, mode)
     except OSError as error:
         return str(error)
     return ""
+
+
+def _cover(at: str, num_bytes: int) -> None:
+    """Mount an empty file system over a path, for so many bytes and what tests write beside them."""
+    if os.path.lexists(at) and not os.path.isdir(at):
+        os.unlink(at)
+    os.makedirs(at, exist_ok=True)
+    options = "size=%d,mode=755" % (2 * num_bytes + _ROOM_BYTES)
+    kernel.mount("tmpfs", at, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
 
 
 def _read(path: str, most_bytes: int) -> str | None:

@@ -400,7 +400,7 @@ class RootCache:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _found(self, place: Path) -> dict[str, Any] | None:
-        """What about.json says, if the root was unpacked since the node's last start."""
+        """Contents of about.json, if the root was unpacked since the node's last start."""
         try:
             about: dict[str, Any] = json.loads((place / ABOUT).read_bytes())
         except (OSError, ValueError):
@@ -445,7 +445,7 @@ class RootCache:
             os.close(descriptor)
 
 
-_KEY = "environment.root_cache"
+_KEY = "container.root_cache"
 
 
 def default_base() -> Path:

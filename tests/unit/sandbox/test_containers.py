@@ -2,11 +2,9 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,10 +14,10 @@ from rlhpc.protocol.errors import SandboxError
 from rlhpc.sandbox import client
 from rlhpc.sandbox.container import ContainerGone, Containers
 from rlhpc.sandbox.container_init import ContainerLimits
-from rlhpc.sandbox.images import RootCache, copy_programs, open_image
+from rlhpc.sandbox.images import RootCache, open_image
 from tests.patience import PATIENCE_S
+from tests.task_directories import reachable_directory, write_image
 
-PROGRAMS = ("bash", "cat", "ls", "mkdir", "rm", "sleep", "setsid", "mount", "unshare", "chroot", "mknod", "ln", "yes")
 WITHOUT_OVERLAY = (  # of a server: as on a kernel that has none for users
     "import rlhpc.sandbox.kernel as k; k.real = k.mount; "
     "k.mount = lambda a, b, kind='', *c, **d: "
@@ -30,12 +28,8 @@ LIMITS = ContainerLimits(processes=24, memory_bytes=128 << 20, disk_bytes=8 << 2
 
 @pytest.fixture(scope="module")
 def root():
-    base = Path(tempfile.mkdtemp(prefix="rlhpc-roots-", dir="/tmp"))  # containers of real root are another user's
-    base.chmod(0o711)
-    copy_programs(PROGRAMS, base / "tree")
-    (base / "tree/etc/motd").write_text("of the image\n")
-    yield RootCache(base / "cache").root_of(open_image(base / "tree"))
-    shutil.rmtree(base)
+    with reachable_directory() as base:
+        yield RootCache(base / "cache").root_of(open_image(write_image(base / "tree")))
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +256,7 @@ def test_a_container_without_commands_ends_by_itself(containers, root):
 @pytest.mark.starts
 def test_a_root_without_a_disk_or_a_server_is_an_error_that_says_so(containers, root):
     small = ContainerLimits(disk_bytes=4096, files=3)
-    with pytest.raises(SandboxError, match=r"No space left.*larger environment.disk_bytes"):
+    with pytest.raises(SandboxError, match=r"No space left.*larger container.disk_bytes"):
         containers.open(root, small)
     fallen = Containers()
     fallen.start()
