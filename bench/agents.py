@@ -26,7 +26,6 @@ from examples.echo_agent import make
 from rlhpc.agents.agents import Agents
 from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.types import Prompt, RolloutRequest, SamplingParams
 
 PROGRAM = """\
@@ -84,7 +83,8 @@ async def _measured(name: str, config: Config, num_sessions: int) -> None:
         async def begin(place: int) -> None:
             request = RolloutRequest(0, place, prompt, SamplingParams(24))
             session = await stack.enter_async_context(agents.session(request, None))
-            await session(TurnsTaken((), "", is_last=False))
+            await session.begin()
+            await session.events.get()
 
         await begin(0)  # the host is there from the second lease of a run on
         began = time.perf_counter()

@@ -1,6 +1,6 @@
 """Sessions of a generator's agents: a process, an address, a key, and a rollout for each.
 
-Input: RolloutRequest.  Output: an AgentSession that is the environment of its dialogue, as long as the context lasts.
+Input: RolloutRequest.  Output: an AgentSession for its dialogue, as long as the context lasts.
 Endpoint and processes are started with the first session.
 """
 
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rlhpc.agents.anthropic_format import MESSAGES, error_body
 from rlhpc.agents.host import AgentProcesses, Ended
 from rlhpc.agents.openai_format import CHAT, TEXT
 from rlhpc.agents.responses_format import RESPONSES, response_id
+from rlhpc.agents.rows import FIRST
 from rlhpc.agents.session import AgentSession, Judge, SessionRules, last_line, outcome_of
 from rlhpc.agents.turns import AgentRequest, AgentTurn, Form, SamplingSettings, event
 from rlhpc.base.host_address import host_address
@@ -215,8 +217,14 @@ class Agents:
         self._endpoint: AgentServer | None = None
         self._processes = AgentProcesses(agent.function, agent.command, agent.preload)
         self._templates: dict[str, DialogueTemplate] = {}
-        self._rules = SessionRules(config.environment.call_form, agent.turn_timeout_s, self._template_for)
-        self.counts = TaskCounts()  # sessions and their failures, under the name "agent"
+        self._rules = SessionRules(
+            config.environment.call_form,
+            agent.turn_timeout_s,
+            self._template_for,
+            max_rows=agent.max_rows,
+            max_turns=config.environment.max_turns,
+        )
+        self.counts = TaskCounts()  # sessions, their failures and further rows, under the name "agent"
         self._places, self._opening = asyncio.Semaphore(agent.max_sessions), asyncio.Lock()
         self._placed: set[str] = set()  # sessions with a place
 
@@ -226,7 +234,13 @@ class Agents:
 
         judge: scores the last turn, if the dataset has such a task.
         """
-        session = AgentSession(secrets.token_hex(8), self._rules, judge, partial(self._begin, request.prompt.reference))
+        session = AgentSession(
+            secrets.token_hex(8),
+            self._rules,
+            judge,
+            partial(self._begin, request.prompt.reference),
+            max_tokens=request.sampling.max_tokens,
+        )
         try:
             yield session
         finally:
@@ -249,7 +263,8 @@ class Agents:
             self._placed.remove(session.name)
             self._places.release()
         if session.is_settled:
-            self.counts.count(AGENT, session.waited_s, session.failure)
+            opened = Counter(f"rows_{row.why}" for row in session.rows.all if row.why != FIRST)
+            self.counts.count(AGENT, session.waited_s, session.failure, costs=opened)
 
     async def close(self) -> None:
         """End all of them.  Idempotent."""

@@ -85,6 +85,7 @@ def _asked_of(body: Mapping[str, Any], messages: tuple[Message, ...]) -> AgentRe
         max_tokens=asked_limit(body),
         model=str(body.get("model") or ""),
         is_streamed=bool(body.get("stream")),
+        seed=body["seed"] if isinstance(body.get("seed"), int) else None,
         wishes={
             "with_usage": isinstance(options, dict) and bool(options.get("include_usage")),
             "separate_reasoning": bool(body.get("separate_reasoning")),

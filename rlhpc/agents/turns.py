@@ -39,6 +39,7 @@ class AgentRequest:
     is_streamed: bool = False
     plain: str | tuple[int, ...] | None = None  # the prompt of a text completion, not of a chat
     wishes: Mapping[str, Any] = field(default_factory=dict)  # other keys of the body that shape the reply
+    seed: int | None = None  # the same messages with another one ask for another turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ class AgentTurn:
     token_ids: tuple[int, ...] = ()  # the same, as sampled
     thinking: str = ""  # thoughts as sampled, with the marks around them and the white space behind
     num_thought: int = 0  # tokens up to the end of the thoughts
+    place: int = 1  # among the turns of its history, from 1
 
     @property
     def thoughts(self) -> str:
@@ -214,8 +216,8 @@ class AgentTurn:
 
     @property
     def named_calls(self) -> list[tuple[str, Call]]:
-        """Calls with their ids, which are the same when the session is replayed."""
-        return [(f"call_{self.number}_{place}", call) for place, call in enumerate(self.calls)]
+        """Calls with their ids, which are the same when the session is replayed, in whatever order of its rows."""
+        return [(f"call_{self.place}_{number}", call) for number, call in enumerate(self.calls)]
 
 
 def turn_of(
@@ -224,6 +226,7 @@ def turn_of(
     call_form: str,
     *,
     number: int,
+    before: Sequence[Message] = (),
     tools: Sequence[Mapping[str, Any]],
     is_cut: bool,
     num_tokens: tuple[int, int],
@@ -233,7 +236,7 @@ def turn_of(
 ) -> AgentTurn:
     """Parse a turn; text: with special tokens, of which calls may consist; answer: without.  Broken calls stay text.
 
-    is_thinking, end_of_thought: see DialogueTemplate.
+    before: the messages that it answers.  is_thinking, end_of_thought: see DialogueTemplate.
     """
     are_marks_special = any(mark in text and mark not in answer for mark in (THINKING_START, THINKING_END))
     thinking, content = split_thoughts(text if are_marks_special else answer, is_thinking)
@@ -245,7 +248,17 @@ def turn_of(
     if calls:
         content = "" if call_form == "llama3" else spoken.partition(_OPENS)[0].strip()
     num_thought = _end_of(end_of_thought, token_ids) if thinking else 0
-    return AgentTurn(number, content, calls, is_cut, *num_tokens, token_ids, thinking, num_thought)
+    place = _place_behind(before) if calls else 1
+    return AgentTurn(number, content, calls, is_cut, *num_tokens, token_ids, thinking, num_thought, place)
+
+
+def _place_behind(before: Sequence[Message]) -> int:
+    """The place of a turn behind these messages, or a later one if they have calls of that place, too."""
+    known = {call.get("id") for message in before for call in message.get("tool_calls", ())}
+    place = 1 + len([message for message in before if message["role"] == "assistant"])
+    while f"call_{place}_0" in known:
+        place += 1
+    return place
 
 
 def split_thoughts(text: str, is_thinking: bool | None) -> tuple[str, str]:

@@ -37,7 +37,6 @@ from rlhpc.config.tables_models import RewardModelConfig, ServiceConfig, Service
 from rlhpc.config.tables_services import (
     AgentConfig,
     CompositeConfig,
-    ContainerConfig,
     EnvironmentConfig,
     EvaluationConfig,
     InstructionsConfig,
@@ -100,7 +99,6 @@ class Config(Section):
     reward_model: RewardModelConfig = RewardModelConfig()
     composite: dict[Name, CompositeConfig] = Field(default={})
     environment: EnvironmentConfig = EnvironmentConfig()
-    container: ContainerConfig = ContainerConfig()
     agent: AgentConfig = AgentConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

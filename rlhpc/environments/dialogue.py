@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,11 +25,12 @@ import numpy as np
 from rlhpc.config.tables import DataConfig
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.data.record_source import reference_of
-from rlhpc.data.tokenizer import PromptTokenizer, stopped_at
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.environments.turn_sampler import RowTokens, TurnSampler
 from rlhpc.protocol.contracts import GenerationEngine
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.messages import TurnReply, TurnRequest
-from rlhpc.protocol.types import Bool, FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest, Routes, Verdict
+from rlhpc.protocol.types import FinishReason, Int32, Prefix, Rollout, RolloutRequest, Routes, Verdict
 from rlhpc.rewards.outcomes import DialogueRequest
 from rlhpc.rewards.pool import RewardPool
 
@@ -46,9 +46,6 @@ class TurnsTaken:
     turns: tuple[str, ...]
     answer: str  # the last turn without special tokens
     is_last: bool  # a limit ends the dialogue with this turn
-    is_cut: bool = False  # a limit has ended the last turn
-    num_tokens: tuple[int, int] = (0, 0)  # before the last turn, the prompt included, and in it
-    token_ids: tuple[int, ...] = ()  # of the last turn, as sampled
 
 
 Environment = Callable[[TurnsTaken], Awaitable[TurnReply]]
@@ -66,36 +63,6 @@ class Template(Protocol):
 
     def observation(self, messages: Sequence[Mapping[str, Any]], *, last_token: int) -> Int32:
         """Tokens [L] from the end of a turn, whose last token was this, to the next one."""
-
-
-@dataclass(slots=True)
-class _Tokens:
-    """A growing completion, and the rest of the prefix that it is compared with."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-
-    def sampled(self, ids: Int32, logprobs: Float32, versions: Int32) -> None:
-        """Append tokens of the policy."""
-        self.ids += ids.tolist()
-        self.logprobs += logprobs.tolist()
-        self.versions += versions.tolist()
-        self.mask += [True] * len(ids)
-
-    def read(self, ids: Int32, version: int) -> None:
-        """Append tokens of the environment."""
-        self.ids += ids.tolist()
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [version] * len(ids)
-        self.mask += [False] * len(ids)
-
-    def prefix(self) -> Prefix | None:
-        if not self.ids:
-            return None
-        versions = np.asarray(self.versions, np.int32)
-        return Prefix(np.asarray(self.ids, np.int32), np.asarray(self.logprobs, np.float32), versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +87,14 @@ class Dialogue:
         limits: EnvironmentConfig,
         *,
         admitted_version: int,
-        longest_turn: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """admitted_version: version of tokens read before the first is sampled, if the engine's is older.
-
-        longest_turn: limit of the next turn in tokens, as requested by its client; None: no limit.
-        """
+        """admitted_version: version of tokens read before the first is sampled, if the engine's is older."""
         self._engine, self._environment, self._limits = engine, environment, limits
-        self._tokenizer, self._template = speech
-        stops = {*request.sampling.stop_token_ids, *self._template.stop_token_ids}
-        self._stops = stops
-        self._request = replace(request, sampling=replace(request.sampling, stop_token_ids=tuple(sorted(stops))))
-        self._stop_strings = request.sampling.stop_strings
+        tokenizer, self._template = speech
+        self._sampler = TurnSampler(request, engine, tokenizer, self._template.stop_token_ids, limits)
         self._recorded = request.prefix
         self._version = admitted_version
-        self._tokens, self._turns = _Tokens(), list[str]()
-        self._answer, self._longest_turn = "", longest_turn
-        self._last_turn: tuple[bool, tuple[int, int], tuple[int, ...]] = False, (0, 0), ()
+        self._tokens, self._turns, self._answer = RowTokens(), list[str](), ""
         self._token_rewards, self._earned = dict[int, float](), 0.0
         self._routes: Routes | None = None  # of prompt and tokens up to the last turn: the engine computed them all
         self._is_cut = asyncio.Event()
@@ -176,12 +134,12 @@ class Dialogue:
     async def cut(self) -> None:
         """End the dialogue early: `run` returns its tokens so far with FinishReason.ABORT."""
         self._is_cut.set()
-        await self._engine.abort(self._request.request_id)
+        await self._engine.abort(self.request.request_id)
 
     @property
     def _num_left(self) -> int:
         """Tokens that the completion may still have."""
-        return self._request.sampling.max_tokens - len(self._tokens.ids)
+        return self._sampler.num_left(self._tokens)
 
     # ----------------------------------------------------------------------------------------------------------- turns
 
@@ -197,48 +155,21 @@ class Dialogue:
 
     async def _take_turn(self) -> FinishReason:
         """The policy's next turn: its beginning from the prefix, the rest from the engine."""
-        start, wishes = len(self._tokens.ids), (self._limits.max_turn_tokens, self._longest_turn())
-        longest = min([self._num_left, *(wish for wish in wishes if wish is not None)])
+        start, longest = len(self._tokens), self._sampler.longest(self._tokens, None)
         self._repeat(longest)
-        reason = self._ended(start, longest)
+        reason = self._sampler.reason(self._tokens.ids[start:], longest)
         if reason is None:
             if self._is_cut.is_set():
                 return FinishReason.ABORT
-            rollout = await self._sample(start, start + longest)
-            new = slice(len(self._tokens.ids), None)
-            self._tokens.sampled(rollout.token_ids[new], rollout.behaviour_logprobs[new], rollout.versions[new])
-            reason, self._routes = rollout.finish_reason, rollout.routes
+            reason, self._routes = await self._sampler.sample(self._tokens, start, longest)
         if reason is not FinishReason.ABORT:
-            turn = self._tokens.ids[start:]
-            spoken = partial(
-                self._tokenizer.decode_completion,
-                turn,
-                has_ended=reason is FinishReason.STOP,
-                stop_strings=self._stop_strings,
-            )
-            self._turns.append(spoken(keep_special_tokens=True))
-            self._answer = spoken()
-            before = len(self._request.prompt.token_ids) + start
-            self._last_turn = reason is FinishReason.LENGTH, (before, len(turn)), tuple(turn)
+            turn, self._answer = self._sampler.spoken(self._tokens.ids[start:], reason)
+            self._turns.append(turn)
         return reason
-
-    async def _sample(self, start: int, max_tokens: int) -> Rollout:
-        sampling = replace(self._request.sampling, max_tokens=max_tokens, searched_from=start)
-        return await self._engine.generate(replace(self._request, prefix=self._tokens.prefix(), sampling=sampling))
-
-    def _ended(self, start: int, longest: int) -> FinishReason | None:
-        """FinishReason of a turn that is complete in the prefix; None: it is not."""
-        turn = self._tokens.ids[start:]
-        if turn and (turn[-1] in self._stops or self._stopped_at(turn) is not None):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(turn) >= longest else None
-
-    def _stopped_at(self, turn: Sequence[int]) -> int | None:
-        return stopped_at(self._tokenizer.decode, self._stop_strings, turn)
 
     async def _ask(self, *, is_last: bool) -> TurnReply | None:
         """The environment's answer; None: the dialogue was cut meanwhile."""
-        taken = TurnsTaken(tuple(self._turns), self._answer, is_last, *self._last_turn)
+        taken = TurnsTaken(tuple(self._turns), self._answer, is_last)
         asking = asyncio.ensure_future(self._environment(taken))
         cutting = asyncio.ensure_future(self._is_cut.wait())
         try:
@@ -252,7 +183,7 @@ class Dialogue:
         """Put the reward of a turn on its last token."""
         earned, self._earned = reply.reward - self._earned, reply.reward
         if earned:
-            self._token_rewards[len(self._tokens.ids) - 1] = earned
+            self._token_rewards[len(self._tokens) - 1] = earned
 
     # ---------------------------------------------------------------------------------------------------------- prefix
 
@@ -261,17 +192,13 @@ class Dialogue:
         here = len(self._tokens.ids)
         if self._recorded is None or here >= len(self._recorded.token_ids):
             return None
-        recorded = self._recorded
-        return Prefix(recorded.token_ids[here:], recorded.behaviour_logprobs[here:], recorded.versions[here:])
+        return self._recorded.row(slice(here, None))
 
     def _repeat(self, longest: int) -> None:
         """Take over a turn's tokens from the prefix."""
         left = self._left_of_prefix()
         if left is not None:
-            stops = np.flatnonzero(np.isin(left.token_ids[:longest], sorted(self._stops)))
-            end = int(stops[0]) + 1 if len(stops) else longest
-            end = self._stopped_at(left.token_ids[:end].tolist()) or end
-            self._tokens.sampled(left.token_ids[:end], left.behaviour_logprobs[:end], left.versions[:end])
+            self._tokens.sampled(self._sampler.first_turn(left, longest))
 
     def _read(self, ids: Int32) -> None:
         """Add the environment's messages; if the prefix has other tokens there, drop its rest."""
@@ -279,7 +206,7 @@ class Dialogue:
         if left is not None and not np.array_equal(left.token_ids[: len(ids)], ids[: len(left.token_ids)]):
             log.warning(
                 "sample %s: its environment did not repeat its observations; %d tokens are dropped",
-                self._request.request_id,
+                self.request.request_id,
                 len(left.token_ids),
             )
             self._recorded = left = None
@@ -290,10 +217,10 @@ class Dialogue:
         )
         start = len(self._tokens.ids)
         self._tokens.read(ids, known[-1] if known else version)
-        self._tokens.versions[start : start + len(known)] = known
+        self._tokens.versions[start : start + len(known)] = known  # nobody has asked for these tokens yet
 
     def _finished(self, reason: FinishReason, reply: TurnReply | None) -> FinishedDialogue:
-        tokens, request = self._tokens, self._request
+        tokens, request = self._tokens, self.request
         if reason is FinishReason.ABORT:
             self._keep_the_rest()
         rollout = Rollout(
@@ -303,7 +230,7 @@ class Dialogue:
             token_ids=np.asarray(tokens.ids, np.int32),
             behaviour_logprobs=np.asarray(tokens.logprobs, np.float32),
             versions=np.asarray(tokens.versions, np.int32),
-            loss_mask=_mask(tokens.mask),
+            loss_mask=np.asarray(tokens.mask, np.bool_),
             finish_reason=reason,
             routes=self._routes,
         )
@@ -313,11 +240,7 @@ class Dialogue:
         """Append the rest of the prefix, for a dialogue that was cut while its turns were replayed."""
         left = self._left_of_prefix()
         if left is not None:
-            self._tokens.sampled(left.token_ids, left.behaviour_logprobs, left.versions)
-
-
-def _mask(values: Sequence[bool]) -> Bool:
-    return np.asarray(values, np.bool_)
+            self._tokens.sampled(left)
 
 
 def _no_room(reply: TurnReply, num_tokens: int, num_left: int) -> TurnReply:

@@ -119,16 +119,6 @@ def prefix_of(rollout: Rollout) -> Prefix:
     return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions, rollout.row_starts)
 
 
-def prefix_of_failed(prefix: Prefix | None, rollout: Rollout) -> Prefix | None:
-    """Prefix for another try: the rollout, or the prefix that it did not repeat to the end; None: no turn."""
-    if not rollout.loss_mask.any():
-        return prefix
-    known = [prefix.token_ids[row] for row in prefix.rows] if prefix is not None else []
-    rows = [rollout.token_ids[row] for row in rollout.rows]
-    is_repeated = all(any(np.array_equal(row[: len(own)], own) for row in known) for own in rows)
-    return prefix if is_repeated else prefix_of(rollout)
-
-
 def prefix_up_to(rollout: Rollout, version: int) -> Prefix:
     """Each row's tokens before the first one sampled by a later version; none: an empty prefix."""
     whole = prefix_of(rollout)
@@ -239,8 +229,9 @@ def row_score(version: int, scores: PromptScores | None, token_ids: Int32, top_k
 
 
 def sample_seed(run_seed: int, request: RolloutRequest) -> int:
-    """Differs between members and prefixes: a continuation must not repeat the random numbers of its prefix."""
-    entropy = np.random.SeedSequence([run_seed, request.group_id, request.sample_index, request.num_done])
+    """Differs between members, rows and prefixes: a continuation must not repeat the random numbers of its prefix."""
+    where = [run_seed, request.group_id, request.sample_index, request.num_done]
+    entropy = np.random.SeedSequence(where + [request.row] * (request.row > 0))
     return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

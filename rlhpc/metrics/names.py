@@ -50,6 +50,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "verifier_judge_prompt_tokens/*": Metric("tokens", "read by the judge"),
         "verifier_judge_completion_tokens/*": Metric("tokens", "written by the judge"),
         "verifier_judge_s/*": Metric("s", "waiting for the judge, all requests together"),
+        "verifier_rows_branch/*": Metric("rows", "that agents opened behind a turn which another row goes on from"),
+        "verifier_rows_rewritten/*": Metric("rows", "the same: they share no turn (a summary, a sub-agent)"),
+        "verifier_rows_tools/*": Metric("rows", "the same: their tools are others"),
         "reward_part/*": Metric("reward", "mean of a named part of the reward, recently finished rollouts"),
         # Models beside the policy ([[service]]), by the name of the service; summed over its living processes.
         "service_requests_running/*": Metric("requests", "that this service computes"),

@@ -137,11 +137,13 @@ class RolloutRequest:
     sampling: SamplingParams
     prefix: Prefix | None = None
     adapter: int = 1  # of those that the engine holds; 1: the policy's
+    row: int = 0  # that is sampled, where rows are sampled side by side, in the order in which they began
 
     @property
     def request_id(self) -> str:
         """Unique within an engine as long as a lease is not granted to it twice at once."""
-        return f"{self.group_id}:{self.sample_index}" + (f":{self.adapter}" if self.adapter > 1 else "")
+        adapter, row = f":{self.adapter}" if self.adapter > 1 else "", f"+{self.row}" if self.row else ""
+        return f"{self.group_id}:{self.sample_index}{adapter}{row}"
 
     @property
     def num_done(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from rlhpc.base.user_code import did_you_mean, is_import_path, load, look_up, place_of, takes
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT, OWN_REWARD
-from rlhpc.config.tables_services import ContainerConfig, EnvironmentConfig
+from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.protocol.environment import ROLES, Environment, Message, Step
 from rlhpc.protocol.errors import ConfigError
@@ -32,7 +32,6 @@ VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: the environments of its r
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
-        "container": "rlhpc.environments.container:ContainerEnvironment",
         "gymnasium": "rlhpc.environments.gymnasium:GymnasiumEnvironment",
         "tools": "rlhpc.environments.tools:ToolEnvironment",
         "verifiers": "rlhpc.environments.verifiers:VerifiersEnvironment",
@@ -267,19 +266,13 @@ def variables_of(config: Config) -> dict[str, str]:
     names = list(dict.fromkeys(each.environment for each in config.data if each.environment not in ("", AGENT)))
     if not names:
         return {}
-    settings, container = config.environment.model_dump(mode="json"), config.container.model_dump(mode="json")
-    return {VARIABLE: json.dumps({"settings": settings, "names": names, "container": container})}
+    return {VARIABLE: json.dumps({"settings": config.environment.model_dump(mode="json"), "names": names})}
 
 
 def environments_here() -> tuple[EnvironmentConfig, list[str]]:
     """(settings, names of environments) of this worker's run."""
     read = json.loads(os.environ.get(VARIABLE, "{}"))
     return EnvironmentConfig.model_validate(read.get("settings", {})), read.get("names", [])
-
-
-def containers_here() -> ContainerConfig:
-    """Settings of the containers of this worker's run."""
-    return ContainerConfig.model_validate(json.loads(os.environ.get(VARIABLE, "{}")).get("container", {}))
 
 
 def judged_tasks(config: Config) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ SECONDS = "seconds"  # of judging, waiting for a worker not included
 WAITING = "waiting"  # completions that are with a worker for LONG_S or more now
 LONG_S = 10.0
 COSTS = ("judge_requests", "judge_retries", "judge_cached", "judge_prompt_tokens", "judge_completion_tokens", "judge_s")
-FIGURES = (JUDGED, *FAILURES, BATCH_FAILED, FORKED, SECONDS, WAITING, *COSTS)
+ROWS = ("rows_branch", "rows_rewritten", "rows_tools")  # that agents have opened, beside the first (agents/rows.py)
+FIGURES = (JUDGED, *FAILURES, BATCH_FAILED, FORKED, SECONDS, WAITING, *COSTS, *ROWS)
 NO_COSTS: Mapping[str, float] = MappingProxyType({})
 PREFIX = "task:"  # of these figures in a heartbeat
 TEACHER_PREFIX = "teacher:"  # of those of teachers, by service
@@ -81,7 +82,7 @@ class TaskCounts:
     def count(
         self, task: str, seconds: float, failure: str = "", num_forked: int = 0, costs: Mapping[str, float] = NO_COSTS
     ) -> None:
-        """Count one completion; failure: one of FAILURES, or "" if it was judged; costs: by names of COSTS."""
+        """Count one completion; failure: one of FAILURES, or "" if it was judged; costs: by names of COSTS or ROWS."""
         self._figures[task, JUDGED] += 1
         self._figures[task, SECONDS] += seconds
         for name, amount in costs.items():

@@ -1,7 +1,7 @@
 """An engine without a model, for tests of everything else.
 
 Input: RolloutRequest.  Output: Rollout.  Token t of a member is drawn from a categorical distribution that is stated
-(logprob_table) and changes with the policy version, by a generator seeded with (seed, group, sample, t): the same
+(logprob_table) and changes with the policy version, by a generator seeded with (seed, group, sample, t, row): the same
 whatever runs beside it, and the same again after a prefix.  Temperature and nucleus are ignored.
 """
 
@@ -355,7 +355,8 @@ class ScriptedEngine(GenerationEngine):
         for position in range(request.num_done, request.sampling.max_tokens):
             if not await self._step(flight):
                 return "abort"
-            rng = np.random.default_rng([self.script.seed, request.group_id, request.sample_index, position])
+            where = [self.script.seed, request.group_id, request.sample_index, position]
+            rng = np.random.default_rng(where + [request.row] * (request.row > 0))
             table, sums = self.logprob_table(self._policy_version), self._summed(self._policy_version)
             token = int(sums.searchsorted(rng.random() * (1 - 1e-6), side="right"))
             if self.script.reply:

@@ -1,66 +1,49 @@
-"""The demos of tools and of containers in short: a model that mostly guesses learns to look, in real processes."""
+"""The demo of tools in short: a model that mostly guesses learns to search, through real processes."""
 
 from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from launch.demo.lookup import CALL, CAT, SHELL, make_lookup_model, write_dataset, write_tasks
+from launch.demo.lookup import CALL, make_lookup_model, write_dataset
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.data.tokenizer import PromptTokenizer
 from tests.ring.rollouts_on_disk import assert_the_audit_is_clean
 from tests.ring.run_kit import ROOT, Run
-from tests.task_directories import reachable_directory
 
 pytestmark = [pytest.mark.ring, pytest.mark.vllm, pytest.mark.long, pytest.mark.soak]
 NUM_STEPS = 30
 
 
-@pytest.fixture(scope="module", params=["tool", "container"])
-def demo(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[RunLayout, Path, str]]:
-    """A finished run, its model, and the beginning of what a model does that looks."""
-    root = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, Path]:
+    root = tmp_path_factory.mktemp("tools")
+    make_lookup_model(root / "model")
+    write_dataset(root / "model", 2000, seed=0)
     layout = RunLayout(root / "run")
-    words = {"run.directory": layout.root, "run.num_steps": NUM_STEPS, "model.path": root / "model"}
-    with reachable_directory() as cache:
-        if request.param == "container":
-            make_lookup_model(root / "model", form=SHELL)
-            write_tasks(root / "model", 400, seed=0)
-            words |= {
-                "data.path": root / "model" / "tasks",
-                "container.images": root / "model" / "images",
-                "container.root_cache": cache,
-            }
-        else:
-            make_lookup_model(root / "model")
-            write_dataset(root / "model", 2000, seed=0)
-            words |= {
-                "data.path": root / "model" / "train.jsonl",
-                "environment.corpus": root / "model" / "documents.jsonl",
-            }
-        copy = Path(shutil.copy(ROOT / "configs" / f"demo_{request.param}.toml", root))
-        _run(copy, layout, words)
-        yield layout, root / "model", CAT if request.param == "container" else CALL
-
-
-def _run(copy: Path, layout: RunLayout, words: dict[str, object]) -> None:
+    words = {
+        "run.directory": layout.root,
+        "run.num_steps": NUM_STEPS,
+        "model.path": root / "model",
+        "data.path": root / "model" / "train.jsonl",
+        "environment.corpus": root / "model" / "documents.jsonl",
+    }
+    copy = Path(shutil.copy(ROOT / "configs" / "demo_tool.toml", root))
     with Run(copy, layout, *(f"{key}={value}" for key, value in words.items())) as run:
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
+    return layout, root / "model"
 
 
-def test_a_model_learns_to_use_a_tool(demo: tuple[RunLayout, Path, str]) -> None:
-    layout, model, look = demo
+def test_a_model_learns_to_use_a_tool(demo: tuple[RunLayout, Path]) -> None:
+    layout, model = demo
     tokenizer = PromptTokenizer(model)
-    call = int(tokenizer.encode_rendered(look)[0])
+    call = int(tokenizer.encode_rendered(CALL)[0])
     rewards, searches = defaultdict[int, list[float]](list), defaultdict[int, list[bool]](list)
     for resolved in read_rollouts_directory(layout.rollouts):
         for member in resolved.group.members:
@@ -81,5 +64,5 @@ def test_a_model_learns_to_use_a_tool(demo: tuple[RunLayout, Path, str]) -> None
     assert np.mean(searches[versions[0]]) < np.mean(np.concatenate([searches[version] for version in latest]))
 
 
-def test_the_audit_of_a_run_of_dialogues_is_clean(demo: tuple[RunLayout, Path, str]) -> None:
+def test_the_audit_of_a_run_of_dialogues_is_clean(demo: tuple[RunLayout, Path]) -> None:
     assert_the_audit_is_clean(demo[0])

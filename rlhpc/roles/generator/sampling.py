@@ -25,15 +25,16 @@ from typing import Any
 import numpy as np
 
 from rlhpc.agents.agents import Agents
-from rlhpc.buffer.prefixes import PartialRollout, encode_partials, id_checksum
+from rlhpc.agents.dialogue import AgentDialogue
+from rlhpc.buffer.prefixes import PartialRollout, encode_partials, id_checksum, rows_checksum
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT, OWN_REWARD, AdmissionConfig, BufferConfig
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.record_source import reference_of
 from rlhpc.data.tokenizer import PromptTokenizer, answer_of
-from rlhpc.environments.dialogue import Dialogue, Environment, FinishedDialogue, Template, TurnsTaken, turn_request
-from rlhpc.generation.requests import prefix_of, prefix_of_failed, prefix_up_to
+from rlhpc.environments.dialogue import Dialogue, FinishedDialogue, TurnsTaken, turn_request
+from rlhpc.generation.requests import prefix_of, prefix_up_to
 from rlhpc.metrics.meters import Rate
 from rlhpc.protocol.contracts import ClientChannel, Clock, GenerationEngine
 from rlhpc.protocol.errors import ChannelError, ChannelTimeout
@@ -59,7 +60,8 @@ from rlhpc.transport.rpc import RpcClient
 # Input: an engine, and the requests in flight.  Output: LeaseProgress, one for all rollouts with new tokens, whose
 # leases it renews.  Guarantee: a rollout is reported before it has grown by more than partial_interval_tokens, or for
 # longer than partial_interval_s, since its last report; only new tokens are sent.  A controller that lacks the
-# beginning requests it (`show_whole`).
+# beginning requests it (`show_whole`).  Rows of an agent are reported each by itself, and all of them anew where one
+# is not what it was.
 #
 # A restarted rollout is likely to be shorter than the lost one, since long rollouts are lost more often: the policy
 # would learn from rollouts that are shorter than its own (docs/staleness.md).
@@ -77,20 +79,33 @@ class _Reported:
     """Reported tokens of a rollout."""
 
     request: RolloutRequest
-    num_shown: int  # tokens sent to the controller
-    checksum: int  # of the ids of those tokens
+    shown: list[tuple[int, int]]  # of each row: tokens sent to the controller, and the checksum of their ids
     num_counted: int  # tokens at the last report, sent or not
     at_s: float  # time of the last report
     num_seen: int  # tokens at the last look
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens sent to the controller."""
+        return sum(num for num, _ in self.shown)
+
+
+RowsOf = Callable[[str], AgentDialogue | None]  # by request id
 
 
 class ProgressReporter:
     """Compares rollouts in flight with their last reports."""
 
     def __init__(
-        self, engine: GenerationEngine, admission: AdmissionConfig, buffer: BufferConfig, clock: Clock
+        self,
+        engine: GenerationEngine,
+        admission: AdmissionConfig,
+        buffer: BufferConfig,
+        clock: Clock,
+        rows_of: RowsOf = lambda _: None,
     ) -> None:
-        self._engine, self._clock = engine, clock
+        """rows_of: the dialogue of a rollout that may have several rows; None: it has one, which the engine knows."""
+        self._engine, self._clock, self._rows_of = engine, clock, rows_of
         self._interval_s = min(buffer.partial_interval_s, admission.longest_report_interval_s)
         self._interval_tokens = buffer.partial_interval_tokens
         self._reported: dict[str, _Reported] = {}
@@ -100,7 +115,7 @@ class ProgressReporter:
     def num_unreported(self) -> int:
         """Tokens that the death of this process would lose."""
         return sum(
-            max(each.num_seen, self._engine.num_sampled(request_id)) - each.num_shown
+            max(0, self._num_sampled(request_id, each.num_seen) - each.num_shown)
             for request_id, each in self._reported.items()
         )
 
@@ -109,7 +124,7 @@ class ProgressReporter:
         for group_id, sample_index in members:
             reported = self._reported.get(f"{group_id}:{sample_index}")
             if reported is not None:
-                reported.num_shown, reported.checksum, reported.at_s = 0, 0, AT_ONCE
+                reported.shown, reported.at_s = [], AT_ONCE
 
     def begin_anew(self) -> None:
         """Put every rollout into the next report: a new controller does not know which generator samples it."""
@@ -132,9 +147,9 @@ class ProgressReporter:
         for request, reported, growth in grown:
             # Half-due rollouts go with the due ones: reports are few, and rollouts come to be due together.
             if room > 0 and self._urgency(reported, growth, now) >= 0.5:
-                piece = self._piece(request, reported, now)
-                pieces += [piece] if piece is not None else []
-                room -= len(piece.tokens.token_ids) if piece is not None else 0
+                new = self._pieces(request, reported, now)
+                pieces += new
+                room -= sum(len(piece.tokens.token_ids) for piece in new)
         if not pieces:
             return None
         data, num_bytes = encode_partials(pieces)
@@ -150,12 +165,13 @@ class ProgressReporter:
         for request_id, request in requests.items():
             reported = self._reported.get(request_id)
             if reported is None or reported.request is not request:
-                done = request.num_done
-                checksum = id_checksum(request.prefix.token_ids) if request.prefix is not None else 0
-                reported = self._reported[request_id] = _Reported(request, done, checksum, done, self._clock(), done)
-            num_tokens = self._engine.num_sampled(request_id)
+                done, prefix = request.num_done, request.prefix
+                rows = [prefix.row(row) for row in prefix.rows] if prefix is not None else []
+                shown = [(len(row.token_ids), id_checksum(row.token_ids)) for row in rows]
+                reported = self._reported[request_id] = _Reported(request, shown, done, self._clock(), done)
+            num_tokens = self._num_sampled(request_id, reported.num_seen)
             growth = max(0, num_tokens - reported.num_seen)
-            reported.num_seen = max(num_tokens, reported.num_seen)
+            reported.num_seen = num_tokens
             if num_tokens > reported.num_counted or reported.at_s == AT_ONCE or request_id in sampled:
                 grown.append((request, reported, growth))
         return grown
@@ -168,17 +184,49 @@ class ProgressReporter:
     def _lateness(self, reported: _Reported, now: float) -> float:
         return (now - reported.at_s + self.look_s) / self._interval_s
 
-    def _piece(self, request: RolloutRequest, reported: _Reported, now: float) -> PartialRollout | None:
-        """Piece for the report; None if the engine cannot give tokens now (weights change) and the lease may wait."""
-        start, before = reported.num_shown, reported.checksum
-        tokens = self._engine.progress(request.request_id, start)
-        if tokens is None and self._lateness(reported, now) < 1.0:
-            return None
-        tokens = tokens or _NO_TOKENS
-        reported.num_shown += len(tokens.token_ids)
-        reported.checksum = id_checksum(tokens.token_ids, before)
+    def _num_sampled(self, request_id: str, num_seen: int) -> int:
+        """Tokens so far; num_seen: at the last look, which the engine forgets between two turns."""
+        dialogue = self._rows_of(request_id)
+        return max(num_seen, self._engine.num_sampled(request_id)) if dialogue is None else dialogue.num_tokens
+
+    def _pieces(self, request: RolloutRequest, reported: _Reported, now: float) -> list[PartialRollout]:
+        """Pieces for the report; none if the engine cannot give tokens now (weights change) and the lease may wait."""
+        dialogue = self._rows_of(request.request_id)
+        member = partial(PartialRollout, request.group_id, request.sample_index, request.prompt.prompt_id)
+        if dialogue is not None:
+            pieces = _new_pieces(member, reported, dialogue.rows())
+        else:
+            (start, before) = reported.shown[0] if reported.shown else (0, 0)
+            tokens = self._engine.progress(request.request_id, start)
+            pieces = [] if tokens is None else [member(start, before, tokens)]
+            if tokens is not None:
+                reported.shown = [(start + len(tokens.token_ids), id_checksum(tokens.token_ids, before))]
+        if not pieces and self._lateness(reported, now) < 1.0:
+            return []
         reported.num_counted, reported.at_s = reported.num_seen, now
-        return PartialRollout(request.group_id, request.sample_index, request.prompt.prompt_id, start, before, tokens)
+        return pieces or [member(*(reported.shown[0] if reported.shown else (0, 0)), _NO_TOKENS)]
+
+
+def _new_pieces(
+    member: Callable[..., PartialRollout], reported: _Reported, rows: Sequence[Prefix]
+) -> list[PartialRollout]:
+    """What rows have more than was shown; all that they have, if one of them does not continue what was."""
+    shown, pieces = list(reported.shown), list[PartialRollout]()
+    known = [id_checksum(row.token_ids[:num]) for row, (num, _) in zip(rows, shown, strict=False)]
+    is_longer = all(len(row.token_ids) >= num for row, (num, _) in zip(rows, shown, strict=False))
+    if len(rows) < len(shown) or not is_longer or known != [checksum for _, checksum in shown]:
+        shown = []
+    for place, row in enumerate(rows):
+        start, before = shown[place] if place < len(shown) else (0, 0)
+        if place == len(shown):
+            before = rows_checksum(checksum for _, checksum in shown) if place else 0
+            shown.append((0, 0))
+        if len(row.token_ids) > start:
+            tokens = row.row(slice(start, None))
+            pieces.append(member(start, before, tokens, place))
+            shown[place] = len(row.token_ids), id_checksum(tokens.token_ids, before if start else 0)
+    reported.shown = shown
+    return pieces
 
 
 # --------------------------------------------------------------------------------------------------------------- outbox
@@ -276,7 +324,7 @@ class Sampling:
         self._rate = Rate(10.0, self._now())
         self._is_leaving = False
         self.num_handed_back = 0  # members of leases
-        self._dialogues: dict[str, Dialogue] = {}  # by request id, of rollouts with several turns
+        self._dialogues: dict[str, Dialogue | AgentDialogue] = {}  # by request id, of rollouts with several turns
         self._template: DialogueTemplate | None = None
         self._templating = asyncio.Lock()
         self.agents = Agents(config, self._tokenizer)  # for the dialogues that agents begin
@@ -284,7 +332,7 @@ class Sampling:
         self._sampled: set[str] = set()  # request ids of rollouts that wait for a verdict or a teacher
         self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
         self.outbox = Outbox()
-        self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now)
+        self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now, self._rows_of)
         self.timeline = -1  # -1: no weights have come yet
 
     def __len__(self) -> int:
@@ -402,6 +450,10 @@ class Sampling:
         dialogue = self._dialogues.get(request.request_id)
         return request if dialogue is None else dialogue.request
 
+    def _rows_of(self, request_id: str) -> AgentDialogue | None:
+        dialogue = self._dialogues.get(request_id)
+        return dialogue if isinstance(dialogue, AgentDialogue) else None
+
     # ------------------------------------------------------------------------------------------------------ one rollout
 
     async def _sample(self, request: RolloutRequest, admitted_version: int) -> None:
@@ -410,7 +462,7 @@ class Sampling:
             rollout, scored = await self._converse(request, admitted_version)
         else:
             rollout, scored = await self._engine.generate(request), None
-        self._rate.add(self._now(), len(rollout.token_ids))
+        self._rate.add(self._now(), rollout.num_distinct_tokens)
         if rollout.finish_reason is FinishReason.ABORT:
             if self._is_leaving or request.request_id in self._recalled:
                 await self._return(request, rollout)
@@ -443,11 +495,8 @@ class Sampling:
 
     async def _converse(self, request: RolloutRequest, admitted_version: int) -> tuple[Rollout, ScoredRollout | None]:
         """Sample a rollout of several turns; return it and its rewards, None if it was cut off."""
-        if self._config.dataset_of(request.prompt.prompt_id).environment == AGENT:
-            finished = await self._with_agent(request, admitted_version)
-        else:
-            environment = partial(self._environment_says, request)
-            finished = await self._talk(request, admitted_version, environment, await self._dialogue_template())
+        is_agent = self._config.dataset_of(request.prompt.prompt_id).environment == AGENT
+        finished = await (self._with_agent if is_agent else self._with_environment)(request, admitted_version)
         reply, rollout = finished.reply, finished.rollout
         if reply is None:
             return rollout, None
@@ -467,29 +516,29 @@ class Sampling:
         judge = None if request.prompt.task == OWN_REWARD else partial(self._judge_answer, request)
         for left in reversed(range(self._config.rewards.max_attempts)):
             async with self.agents.session(request, judge) as session:
-                finished = await self._talk(request, admitted_version, session, session, session.longest_turn)
+                dialogue = self._dialogues[request.request_id] = AgentDialogue(
+                    request,
+                    self._engine,
+                    session,
+                    self._tokenizer,
+                    self._config.environment,
+                    admitted_version=admitted_version,
+                )
+                finished = await dialogue.run()
             if not (left and session.may_do_better):
                 break
             if not self._config.run.deterministic:
-                request = replace(request, prefix=prefix_of_failed(request.prefix, finished.rollout))
+                request = replace(request, prefix=dialogue.prefix())
         return finished
 
-    async def _talk(
-        self,
-        request: RolloutRequest,
-        admitted_version: int,
-        environment: Environment,
-        template: Template,
-        longest_turn: Callable[[], int | None] = lambda: None,
-    ) -> FinishedDialogue:
+    async def _with_environment(self, request: RolloutRequest, admitted_version: int) -> FinishedDialogue:
         dialogue = self._dialogues[request.request_id] = Dialogue(
             request,
             self._engine,
-            environment,
-            (self._tokenizer, template),
+            partial(self._environment_says, request),
+            (self._tokenizer, await self._dialogue_template()),
             self._config.environment,
             admitted_version=admitted_version,
-            longest_turn=longest_turn,
         )
         return await dialogue.run()
 

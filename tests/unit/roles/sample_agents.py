@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,12 @@ def by_responses(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_text(record: dict[str, Any]) -> float:
-    """A prompt that does not begin with what was said."""
-    assert post("/completions", {"prompt": "one"})[0] == 200
-    status, reply = post("/completions", {"prompt": "two"})
-    assert (status, reply["error"]["code"]) == (400, "history_changed")
+    """A prompt that does not begin with what was said, then one that goes on from the first."""
+    status, reply = post("/completions", {"prompt": "one"})
+    assert status == 200
+    assert post("/completions", {"prompt": "two"})[0] == 200
+    status, reply = post("/completions", {"prompt": "one" + reply["choices"][0]["text"] + "."})
+    assert status == 200, reply
     return 1.0
 
 
@@ -145,13 +148,41 @@ def by_post(record: dict[str, Any]) -> None:
     time.sleep(600)
 
 
-def changing(record: dict[str, Any]) -> float:
-    """Shortens what was said before."""
-    messages = [{"role": "user", "content": "go"}]
+def changing(record: dict[str, Any], others: int = 2) -> dict[str, Any]:
+    """Compacts after a turn, then asks sub-agents at once; reports the turns that it was given."""
+    messages = [{"role": "user", "content": record["question"]}]
     say(messages)
-    status, reply = post("/chat/completions", {"messages": [{"role": "user", "content": "a summary"}]})
-    assert (status, reply["error"]["code"]) == (400, "history_changed")
-    return 1.0
+    compacted = [{"role": "user", "content": f"So far: {len(messages[-1]['content'] or '')}. Go on."}]
+    lines = [messages, compacted, *([{"role": "user", "content": f"You are number {i}."}] for i in range(others))]
+    say(compacted)
+    with ThreadPoolExecutor(others) as pool:
+        list(pool.map(say, lines[2:]))
+    texts = [line[-1]["content"] for line in lines]
+    return {"reward": 0.5, "detail": json.dumps(sorted(texts))}
+
+
+def harness(record: dict[str, Any]) -> dict[str, Any]:
+    """Strips what it was told, compacts, asks two sub-agents at once, and goes on; reports all that it was told."""
+    told = []
+
+    def line(*messages: str, before: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        history = list(before or [])
+        for message in messages:
+            history.append({"role": "user", "content": message})
+            say(history)
+            told.append(history[-1]["content"])
+            time.sleep(0.02)
+        return history
+
+    first, second, third = record["digits"]
+    begun = line(first, second)
+    stripped = line(third, before=[*begun[:-1], {"role": "assistant", "content": "0"}])
+    compacted = line(f"{len(stripped)}{first}")
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(line, (f"1{second}", f"2{third}")))
+    line(f"{len(found)}", before=compacted)
+    right = [said == digit for said, digit in zip(told, record["digits"], strict=False)]
+    return {"reward": sum(right) / 3, "detail": json.dumps(sorted(told))}
 
 
 def raising(record: dict[str, Any]) -> float:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from rlhpc.agents.agents import Access, AgentServer
 from rlhpc.agents.openai_format import completion, read_message, read_request
+from rlhpc.agents.rows import Pending
 from rlhpc.agents.session import AgentSession, SessionRules
-from rlhpc.agents.turns import SamplingSettings, first_difference, turn_of
+from rlhpc.agents.turns import SamplingSettings, Tool, first_difference, turn_of
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.messages import TurnReply
+from rlhpc.protocol.types import Int32, Prefix
 from rlhpc.transport.http_server import Refused
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import make_chat_model
@@ -34,6 +36,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
     return PromptTokenizer(make_chat_model(tmp_path_factory.mktemp("model"), "qwen2.5"))
 
 
+THREE = np.array([7, 8, 9], np.int32)
+
+
 @dataclass
 class Stand:
     """A session, and a policy that says what a test tells it to."""
@@ -42,7 +47,7 @@ class Stand:
     session: AgentSession
     access: Access
     http: aiohttp.ClientSession
-    turns: list[str] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)  # said so far
 
     async def ask(self, messages: list[dict[str, Any]], **wishes: Any) -> tuple[int, Any]:
         return await self.post("/chat/completions", {"messages": messages, **wishes})
@@ -53,19 +58,46 @@ class Stand:
             is_json = reply.content_type == "application/json"
             return reply.status, await (reply.json() if is_json else reply.text())
 
-    async def next(self, *, is_last: bool = False) -> TurnReply:
-        """What the agent does after the turns so far."""
-        last = self.turns[-1] if self.turns else ""
-        taken = TurnsTaken(tuple(self.turns), last, is_last, False, (10, 3))
-        return await asyncio.wait_for(self.session(taken), PATIENCE_S)
+    async def next(self) -> Pending:
+        """The agent's next request."""
+        event = await asyncio.wait_for(self.session.events.get(), PATIENCE_S)
+        assert isinstance(event, Pending), event
+        return event
+
+    async def ended(self) -> TurnReply:
+        """What has become of the session after the agent's last request."""
+        event = await asyncio.wait_for(self.session.events.get(), PATIENCE_S)
+        assert not isinstance(event, Pending), event
+        return await self.session.outcome(event)
+
+    def say(
+        self, pending: Pending, text: str, answer: str | None = None, ids: Int32 = THREE, *, is_cut: bool = False
+    ) -> None:
+        """Answer a request with these tokens, behind ten; answer: without special tokens."""
+        tokens, num = pending.row.tokens, len(ids)
+        tokens.read(pending.read, 0)
+        start = len(tokens)
+        tokens.sampled(Prefix(ids, np.full(num, -1.0, np.float32), np.zeros(num, np.int32)))
+        self.turns.append(text)
+        self.session.answer(pending, start, 10 - start, (text, text if answer is None else answer), is_cut=is_cut)
 
 
 @asynccontextmanager
-async def stand_of(tokenizer: PromptTokenizer, *, max_request_bytes: int = 1 << 20) -> AsyncIterator[Stand]:
-    rules = SessionRules("hermes", PATIENCE_S, lambda tools: DialogueTemplate(tokenizer, tools))
+async def stand_of(
+    tokenizer: PromptTokenizer,
+    *,
+    max_request_bytes: int = 1 << 20,
+    max_rows: int = 16,
+    max_turns: int = 16,
+    max_tokens: int = 1000,
+) -> AsyncIterator[Stand]:
+    def template_for(tools: Sequence[Tool]) -> DialogueTemplate:
+        return DialogueTemplate(tokenizer, tools)
+
+    rules = SessionRules("hermes", PATIENCE_S, template_for, max_rows=max_rows, max_turns=max_turns)
     endpoint = AgentServer(run=SamplingSettings(1.0), max_request_bytes=max_request_bytes)
     await endpoint.open("local")
-    session = AgentSession("one", rules, None)
+    session = AgentSession("one", rules, None, max_tokens=max_tokens)
     async with aiohttp.ClientSession() as http:
         try:
             yield Stand(endpoint, session, endpoint.admit(session), http)
@@ -74,15 +106,11 @@ async def stand_of(tokenizer: PromptTokenizer, *, max_request_bytes: int = 1 << 
             await endpoint.close()
 
 
-async def answered(
-    stand: Stand, text: str = "words", *, is_last: bool = False, **wishes: Any
-) -> tuple[dict[str, Any], asyncio.Task[TurnReply]]:
-    """Its first request is answered with this turn; returns what it is told, and what it does next."""
+async def answered(stand: Stand, text: str = "words", **wishes: Any) -> dict[str, Any]:
+    """Its first request is answered with this turn; returns what it is told."""
     asking = asyncio.create_task(stand.ask(GO, **wishes))
-    await stand.next()
-    stand.turns.append(text)
-    following = asyncio.create_task(stand.next(is_last=is_last))
-    return (await asking)[1]["choices"][0]["message"], following
+    stand.say(await stand.next(), text)
+    return (await asking)[1]["choices"][0]["message"]
 
 
 # ------------------------------------------------------------------------------------------------------------ strangers
@@ -100,7 +128,7 @@ async def test_who_has_no_key_gets_401_and_nothing_else(tokenizer: PromptTokeniz
     async with stand_of(tokenizer) as stand:
         assert stand.endpoint.address.startswith("http://127.0.0.1:")  # for this node alone
         key = stand.access.key
-        other = stand.endpoint.admit(AgentSession("two", stand.session._rules, None)).key
+        other = stand.endpoint.admit(AgentSession("two", stand.session._rules, None, max_tokens=9)).key
         if not path.startswith("/one"):
             key, other = other, key
         wrong = (None, "", "Bearer", "Bearer ", "Bearer wrong", f"Basic {key}", key, f"Bearer {key}x")
@@ -114,7 +142,7 @@ async def test_who_has_no_key_gets_401_and_nothing_else(tokenizer: PromptTokeniz
             async with stand.http.request(method, url, data=b"{" * 1000, headers=headers) as reply:
                 assert (reply.status, await reply.read()) == (401, b""), said
                 assert set(reply.headers) <= {"Content-Length", "Content-Type", "Date", "Connection"}
-        assert stand.session._events.empty()
+        assert stand.session.events.empty()
 
 
 async def test_a_client_that_asks_before_it_sends_is_refused_before_it_has_sent(tokenizer: PromptTokenizer) -> None:
@@ -166,11 +194,9 @@ async def test_a_turn_with_calls_is_told_as_openai_tells_it_and_may_come_back_in
 ) -> None:
     async with stand_of(tokenizer) as stand:
         asking = asyncio.create_task(stand.ask(GO, tools=TOOLS, model="any"))
-        await stand.next()
-        prompt = tokenizer.decode(stand.session.opening(()), keep_special_tokens=True)
-        assert '"name": "search"' in prompt
-        stand.turns.append("Let me see.\n" + CALL)
-        following = asyncio.create_task(stand.next())
+        asked = await stand.next()
+        assert '"name": "search"' in tokenizer.decode(asked.read, keep_special_tokens=True)
+        stand.say(asked, "Let me see.\n" + CALL)
         status, reply = await asking
         (choice,) = reply["choices"]
         (call,) = choice["message"]["tool_calls"]
@@ -186,27 +212,27 @@ async def test_a_turn_with_calls_is_told_as_openai_tells_it_and_may_come_back_in
             {"role": "tool", "tool_call_id": call["id"], "content": "4"},
         ]
         asking = asyncio.create_task(stand.ask(said, tools=TOOLS))
-        (message,) = (await following).messages
-        assert (message["role"], message["content"]) == ("tool", "4")
+        asked = await stand.next()
+        assert asked.row.number == 0
+        assert "<tool_response>\n4\n</tool_response>" in tokenizer.decode(asked.read)
         asking.cancel()
 
 
 @pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", "no call at all", CALL + "<tool_call>"])
 async def test_what_is_no_whole_call_stays_text(tokenizer: PromptTokenizer, text: str) -> None:
     async with stand_of(tokenizer) as stand:
-        said, following = await answered(stand, text, tools=TOOLS)
+        said = await answered(stand, text, tools=TOOLS)
         assert said == {"role": "assistant", "content": text}
-        following.cancel()
 
 
 @pytest.mark.parametrize("query", ['"half of a pair: \\ud83d"', "NaN", "[-Infinity]"])
 async def test_a_call_that_nobody_could_say_again_stays_text(tokenizer: PromptTokenizer, query: str) -> None:
     text = f'<tool_call>{{"name": "search", "arguments": {{"query": {query}}}}}</tool_call>'
     async with stand_of(tokenizer) as stand:
-        said, following = await answered(stand, text, tools=TOOLS)
+        said = await answered(stand, text, tools=TOOLS)
         assert said == {"role": "assistant", "content": text}
         asking = asyncio.create_task(stand.ask([*GO, said, *GO], tools=TOOLS))
-        assert [message["content"] for message in (await following).messages] == ["go"]
+        assert (await stand.next()).row.number == 0
         asking.cancel()
 
 
@@ -216,12 +242,9 @@ async def test_a_stream_has_the_same_in_chunks(tokenizer: PromptTokenizer) -> No
         body = {"messages": GO, "stream": True, "stream_options": {"include_usage": True}}
         async with asyncio.TaskGroup() as group:
             asking = group.create_task(stand.http.post(url, json=body, headers=headers))
-            await stand.next()
-            stand.turns.append("words")
-            following = group.create_task(stand.next())
+            stand.say(await stand.next(), "words")
             reply = await asking
             lines = (await reply.text()).split("\n\n")
-            following.cancel()
         assert lines[-2:] == ["data: [DONE]", ""]
         first, last, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-2])
         assert first["choices"][0]["delta"] == {"role": "assistant", "content": "words"}
@@ -234,18 +257,32 @@ async def test_a_request_that_comes_again_gets_the_same_turn_and_no_other_is_sam
 ) -> None:
     async with stand_of(tokenizer) as stand:
         impatient = asyncio.create_task(stand.ask(GO))
-        await stand.next()
+        asked = await stand.next()
         impatient.cancel()
         asking = asyncio.create_task(stand.ask(GO))
-        while not stand.session._pending:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        stand.turns.append("words")
-        following = asyncio.create_task(stand.next())
+        await stand.ask(GO, temperature=0)  # refused, after it
+        stand.say(asked, "words")
         _, reply = await asking
-        _, again = await stand.ask(GO)
+        message = reply["choices"][0]["message"]
+        going_on = asyncio.create_task(stand.ask([*GO, message, *GO]))
+        stand.say(await stand.next(), "more words")
+        await going_on
+        _, again = await stand.ask(GO)  # also long after it
         assert again["choices"] == reply["choices"]
-        assert not following.done()
-        following.cancel()
+        assert stand.session.events.empty()
+
+
+async def test_the_same_messages_with_another_seed_ask_for_another_turn(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer) as stand:
+        asking = [asyncio.create_task(stand.ask(GO, seed=seed)) for seed in (1, 2, 1)]
+        asked = [await stand.next() for _ in range(2)]
+        assert [(each.row.number, each.row.why) for each in asked] == [(0, "first"), (1, "rewritten")]
+        for each, text in zip(asked, ("one", "two"), strict=True):
+            stand.say(each, text)
+        said = [(await each)[1]["choices"][0]["message"]["content"] for each in asking]
+        assert sorted(said) in (["one", "one", "two"], ["one", "two", "two"])
+        assert said[0] == said[2] != said[1]
+        assert stand.session.events.empty()
 
 
 @pytest.mark.parametrize(
@@ -289,56 +326,105 @@ def test_thoughts_are_told_apart_and_are_the_same_history_however_they_come_back
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
+X = {"role": "assistant", "content": "x"}
+SAID = {"role": "assistant", "content": "words"}
+MORE = {"role": "user", "content": "more"}
+
+
 @pytest.mark.parametrize(
-    ("said", "tools", "why"),
+    ("said", "tools", "row", "why"),
     [
-        ([{"role": "user", "content": "gone"}], [], "message 0"),
-        ([*GO, {"role": "assistant", "content": "other words"}, *GO], [], "message 1"),
-        (
-            [*GO, {"role": "assistant", "content": "words"}, {"role": "assistant", "content": "x"}, *GO],
-            [],
-            "did not say",
-        ),
-        ([*GO, {"role": "assistant", "content": "words"}, *GO], TOOLS, "tools"),  # other ones than it has read
+        ([*GO, SAID, MORE], [], 0, "first"),
+        ([*GO, SAID, X, MORE], [], 0, "first"),  # read there, as what the agent says
+        ([*GO, X, MORE], [], 1, "rewritten"),
+        ([MORE], [], 1, "rewritten"),
+        ([MORE, SAID, MORE], [], 1, "rewritten"),  # the same words in another place are none of the policy's
+        ([*GO, SAID, MORE], TOOLS, 1, "tools"),
     ],
 )
-async def test_a_history_that_was_changed_ends_the_session_by_its_name(
-    tokenizer: PromptTokenizer, said: list[dict[str, Any]], tools: list[dict[str, Any]], why: str
+async def test_a_history_that_was_changed_opens_a_row_that_begins_with_what_it_shares(
+    tokenizer: PromptTokenizer, said: list[dict[str, Any]], tools: list[dict[str, Any]], row: int, why: str
 ) -> None:
     async with stand_of(tokenizer) as stand:
-        _, following = await answered(stand)
-        status, reply = await stand.ask(said, **({"tools": tools} if tools else {}))
-        assert (status, reply["error"]["code"]) == (400, "history_changed")
-        assert why in reply["error"]["message"]
-        ended = await following
-        assert (ended.verdict, ended.is_over) == ("verifier_error", True)
-        assert "history_changed" in ended.detail
-        assert (await stand.ask(GO))[0] == 410
+        await answered(stand)
+        asking = asyncio.create_task(stand.ask(said, **({"tools": tools} if tools else {})))
+        asked = await stand.next()
+        assert (asked.row.number, asked.row.why) == (row, why)
+        template = DialogueTemplate(tokenizer, tools)
+        if row:
+            assert not asked.row.tokens.ids
+            whole = template.whole(said)[len(template.tokens_of_beginning) :]
+            np.testing.assert_array_equal(asked.read, whole)
+        else:
+            np.testing.assert_array_equal(asked.read, template.observation(said[2:], last_token=9))
+        stand.say(asked, "other words")
+        assert (await asking)[1]["choices"][0]["message"]["content"] == "other words"
 
 
-async def test_two_requests_at_once_are_two_histories(tokenizer: PromptTokenizer) -> None:
+async def test_two_ways_on_from_the_same_turn_share_its_tokens_and_it_is_trained_once(
+    tokenizer: PromptTokenizer,
+) -> None:
     async with stand_of(tokenizer) as stand:
-        asking = asyncio.create_task(stand.ask(GO))
-        await stand.next()
-        status, reply = await stand.ask([{"role": "user", "content": "meanwhile"}])
-        assert (status, reply["error"]["code"]) == (400, "history_changed")
-        stand.turns.append("words")
-        assert "second request" in (await stand.next()).detail
+        message = await answered(stand)
+        ways = [{"role": "user", "content": way} for way in ("left", "right")]
+        asking = [asyncio.create_task(stand.ask([*GO, message, way])) for way in ways]
+        first, second = await stand.next(), await stand.next()
+        assert [(each.row.number, each.row.why) for each in (first, second)] == [(0, "first"), (1, "branch")]
+        assert second.row.tokens.ids == first.row.tokens.ids
+        assert second.row.tokens.versions == first.row.tokens.versions
+        assert sum(first.row.tokens.mask) == 3
+        assert not any(second.row.tokens.mask)
+        for each in (first, second):
+            stand.say(each, "words")
+        assert [(await each)[0] for each in asking] == [200, 200]
+
+
+async def test_there_are_no_more_rows_than_may_be_and_the_others_go_on(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer, max_rows=1) as stand:
+        message = await answered(stand)
+        status, reply = await stand.ask([MORE])
+        assert (status, reply["error"]["code"]) == (400, "too_many_rows")
+        assert "agent.max_rows=1" in reply["error"]["message"]
+        asking = asyncio.create_task(stand.ask([*GO, message, MORE]))
+        stand.say(await stand.next(), "words")
         assert (await asking)[0] == 200
 
 
 async def test_what_has_no_room_may_be_asked_again_and_again_or_shortened_and_the_reward_still_counts(
     tokenizer: PromptTokenizer,
 ) -> None:
-    async with stand_of(tokenizer) as stand:
-        message, following = await answered(stand, is_last=True)
+    async with stand_of(tokenizer, max_turns=1) as stand:
+        message = await answered(stand)
         said = [*GO, message, {"role": "user", "content": "a long question"}]
         for content in ("a long question", "a long question", "a question"):
             status, reply = await stand.ask([*said[:-1], {"role": "user", "content": content}])
             assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
         assert (await stand.post("/reward", 0.5))[0] == 200
-        ended = await following
+        ended = await stand.ended()
         assert (ended.reward, ended.verdict) == (0.5, "wrong"), ended.detail
+
+
+async def test_a_row_without_room_is_told_so_and_an_agent_that_compacts_goes_on(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer) as stand:
+        message = await answered(stand)
+        long = {"role": "user", "content": "word " * 1000}
+        status, reply = await stand.ask([*GO, message, long])
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        assert "generation.max_completion_tokens=1000" in reply["error"]["message"]
+        assert stand.session.lacks_room
+        asking = asyncio.create_task(stand.ask([{"role": "user", "content": "So far: words."}]))
+        stand.say(await stand.next(), "words")
+        assert (await asking)[0] == 200
+        assert not stand.session.lacks_room
+
+
+async def test_a_first_request_without_room_ends_the_session_with_the_numbers(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer) as stand:
+        status, _ = await stand.ask([{"role": "user", "content": "word " * 1000}])
+        assert status == 400
+        ended = await stand.ended()
+        assert ended.verdict == "verifier_error"
+        assert "nothing of the 1000 of generation.max_completion_tokens" in ended.detail
 
 
 @pytest.mark.parametrize(
