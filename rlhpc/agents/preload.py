@@ -20,7 +20,9 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlhpc.base.processes import end_with_parent
 from rlhpc.base.user_code import load_module, try_out
@@ -37,44 +39,70 @@ def preload(modules: Sequence[str]) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ rehearsal
 #
-# OpenAI's client imports half of itself, and builds its models of replies, with its first request: 0.2 s and 15 MB.
-# So a loaded client makes a request here, to a server that gives one answer, and its forks find all that done.
+# Clients of APIs import half of themselves, and build their models of replies, with the first request: 0.2 s and 15 MB.
+# So those that are loaded make a request here, to a server that gives one answer, and forks find all that done.
 
 _LOOPBACK = "127.0.0.1"
 _PATIENCE_S = 10.0
+_MESSAGES: Any = [{"role": "user", "content": ""}]
 _TURN = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}
-_ANSWER = json.dumps({"id": "0", "object": "chat.completion", "created": 0, "model": "policy", "choices": [_TURN]})
+_ANSWERS = {
+    "/v1/chat/completions": {
+        "id": "0", "object": "chat.completion", "created": 0, "model": "policy", "choices": [_TURN],
+    },
+    "/v1/messages": {
+        "id": "0", "type": "message", "role": "assistant", "model": "policy", "stop_reason": "end_turn",
+        "stop_sequence": None, "content": [{"type": "text", "text": ""}],
+        "usage": {"input_tokens": 0, "output_tokens": 0},
+    },
+}  # fmt: skip
 
 
 def rehearse() -> None:
-    """Have OpenAI's clients make a request, if the package is loaded.  A failed rehearsal only saves nothing."""
-    if "openai" not in sys.modules:
-        return
-    with contextlib.suppress(ConfigError), _answering() as address, _without_proxies():
-        try_out("agent.preload", "openai", "a request", lambda: _ask(address))
+    """Have those clients make a request whose packages are loaded.  A failed rehearsal only saves nothing."""
+    for package, ask in {"openai": _ask_openai, "anthropic": _ask_anthropic}.items():
+        if package in sys.modules:
+            with contextlib.suppress(ConfigError), _answering() as address, _without_proxies():
+                try_out("agent.preload", package, "a request", partial(ask, address))
 
 
-def _ask(address: str) -> None:
+def _ask_openai(address: str) -> None:
     from openai import AsyncOpenAI, OpenAI  # here: it is loaded only where an agent loads it
 
-    async def ask() -> None:
-        async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=_PATIENCE_S) as client:
-            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": ""}])
+    how: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": "none", "max_retries": 0, "timeout": _PATIENCE_S}
 
-    with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=_PATIENCE_S) as client:
-        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": ""}])
+    async def ask() -> None:
+        async with AsyncOpenAI(**how) as client:
+            await client.chat.completions.create(model="policy", messages=_MESSAGES)
+
+    with OpenAI(**how) as client:
+        client.chat.completions.create(model="policy", messages=_MESSAGES)
+    asyncio.run(ask())
+
+
+def _ask_anthropic(address: str) -> None:
+    from anthropic import Anthropic, AsyncAnthropic  # here: likewise
+
+    how: dict[str, Any] = {"base_url": address, "api_key": "none", "max_retries": 0, "timeout": _PATIENCE_S}
+
+    async def ask() -> None:
+        async with AsyncAnthropic(**how) as client:
+            await client.messages.create(model="policy", messages=_MESSAGES, max_tokens=1)
+
+    with Anthropic(**how) as client:
+        client.messages.create(model="policy", messages=_MESSAGES, max_tokens=1)
     asyncio.run(ask())
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
-    """Answers every request alike."""
+    """Answers every request to one of these paths alike."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
-        self.wfile.write(_ANSWER.encode())
+        self.wfile.write(json.dumps(_ANSWERS[self.path]).encode())
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -82,7 +110,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def _answering() -> Iterator[str]:
-    """Base URL of a server in a process of its own, which is killed at the end of the block."""
+    """Address of a server in a process of its own, which is killed at the end of the block."""
     with http.server.HTTPServer((_LOOPBACK, 0), _Answer) as server:
         pid = os.fork()
         if not pid:
@@ -92,7 +120,7 @@ def _answering() -> Iterator[str]:
             finally:
                 os._exit(0)
         try:
-            yield f"http://{_LOOPBACK}:{server.server_port}/v1"
+            yield f"http://{_LOOPBACK}:{server.server_port}"
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

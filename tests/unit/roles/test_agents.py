@@ -536,6 +536,32 @@ async def test_a_python_program_in_a_fork_runs_as_if_an_interpreter_had_started_
     assert [in_fork.status for in_fork, _ in ended.values()] == [0, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("package", "client", "call"),
+    [
+        ("openai", "AsyncOpenAI", "chat.completions.create(model='p', messages=[])"),
+        ("anthropic", "Anthropic", "messages.create(model='p', messages=[], max_tokens=1)"),
+    ],
+)
+async def test_a_client_that_is_preloaded_imports_nothing_more_for_its_first_request(
+    tmp_path: Path, package: str, client: str, call: str
+) -> None:
+    pytest.importorskip(package)
+    (tmp_path / "solve.py").write_text(
+        f"import asyncio, inspect, sys\nfrom {package} import {client}\nbefore = {{*sys.modules}}\nfailed = ''\n"
+        f"async def ask():\n    asked = {client}(base_url='http://127.0.0.1:9', api_key='x', max_retries=0).{call}\n"
+        "    await asked if inspect.isawaitable(asked) else None\n"
+        "try:\n    asyncio.run(ask())\nexcept Exception as error:\n    failed = type(error).__name__\n"
+        f"print(failed, len([name for name in {{*sys.modules}} - before if name.startswith('{package}')]))\n"
+    )
+    processes, told = AgentProcesses("", ("python", str(tmp_path / "solve.py")), (package,)), asyncio.Queue[Ended]()
+    await processes.start("one", "{}", {}, told.put_nowait)
+    async with asyncio.timeout(PATIENCE_S):
+        ended = await told.get()
+    await processes.close()
+    assert ended.said.split() == ["APIConnectionError", "0"], ended
+
+
 async def test_a_module_that_cannot_be_preloaded_is_named_before_an_agent_starts() -> None:
     with pytest.raises(RoleFailed, match=r"no agent can be started: agent.preload='no_such_module': .*No module named"):
         await AgentProcesses("", ("python", "solve.py"), ("json", "no_such_module")).try_start()
