@@ -160,9 +160,7 @@ class GenerationConfig(Section):
 
     @rule
     def transformers_has_one_worker(self, config: Config, key: Keys) -> Faults:
-        """`engine` = `"transformers"`: one GPU a replica or service, no reward models, no `run.deterministic`, no
-        `weights.staging` = `"paused"`.
-        """
+        """`engine` = `"transformers"`: one GPU a replica or service, no reward models, no `run.deterministic`."""
         if self.engine != "transformers":
             return
         if self.tensor_parallel > 1:
@@ -172,8 +170,6 @@ class GenerationConfig(Section):
                 f"{key.engine} with {key.run.deterministic}: its log-probabilities depend on the others of a batch by "
                 "rounding; legal: engine='vllm'"
             )
-        if config.weights.staging == "paused":
-            yield f"{key.engine} with {key.weights.staging}; legal: staging='auto', or engine='vllm'"
         for service in config.started_services:
             if service.tensor_parallel > 1 or service.kind == "reward":
                 what = f"kind={service.kind!r}" if service.kind == "reward" else "tensor_parallel > 1"

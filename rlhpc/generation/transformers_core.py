@@ -29,7 +29,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from rlhpc.config.rules import Config, with_values
+from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import Decode, no_text
 from rlhpc.generation.cached_attention import CACHED_ATTENTION, StepPlan, buckets_of
 from rlhpc.generation.engine import Engine, held_adapters, refuse_weights_it_would_make_up
@@ -360,10 +360,7 @@ def _free_bytes(config: Config) -> int:
 
 
 class TransformersEngine(Engine):
-    """GenerationEngine over transformers' continuous batching, whose core is on a thread of this process, on CUDA, too.
-
-    Versions are received whole and loaded between two steps: weights.staging = "paused" is refused.
-    """
+    """GenerationEngine over transformers' continuous batching, whose core is on a thread of this process, on CUDA, too."""
 
     @classmethod
     async def start(
@@ -380,7 +377,6 @@ class TransformersEngine(Engine):
         decode: for stop strings.  num_adapters: how many it holds at once, if [lora] says that it holds any.
         Raises EngineError.
         """
-        config = with_values(config, {"weights.staging": "shadow"})
         refuse_weights_it_would_make_up(config)
         adapters = held_adapters(config, num_adapters)
         device = torch.device(device_here())

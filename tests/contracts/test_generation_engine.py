@@ -63,7 +63,9 @@ TOLERANCE = 1e-4  # float32, another order of sums
         pytest.param("adapters", marks=pytest.mark.vllm),
         pytest.param("adapters paused", marks=[pytest.mark.vllm, pytest.mark.long]),
         "transformers",
+        pytest.param("transformers paused", marks=pytest.mark.long),
         pytest.param("transformers adapters", marks=pytest.mark.long),
+        pytest.param("transformers adapters paused", marks=pytest.mark.long),
     ],
 )
 async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
