@@ -160,16 +160,11 @@ class GenerationConfig(Section):
 
     @rule
     def transformers_has_one_worker(self, config: Config, key: Keys) -> Faults:
-        """`engine` = `"transformers"`: one GPU a replica or service, no reward models, no `run.deterministic`."""
+        """`engine` = `"transformers"`: one GPU a replica or service, no reward models."""
         if self.engine != "transformers":
             return
         if self.tensor_parallel > 1:
             yield f"{key.engine} with {key.tensor_parallel}; legal: tensor_parallel=1, or engine='vllm'"
-        if config.run.deterministic:
-            yield (
-                f"{key.engine} with {key.run.deterministic}: its log-probabilities depend on the others of a batch by "
-                "rounding; legal: engine='vllm'"
-            )
         for service in config.started_services:
             if service.tensor_parallel > 1 or service.kind == "reward":
                 what = f"kind={service.kind!r}" if service.kind == "reward" else "tensor_parallel > 1"

@@ -434,9 +434,9 @@ class AlgorithmConfig(Section):
 
     @rule
     def the_engine_tells_routes(self, config: Config, key: Keys) -> Faults:
-        """`routing_replay`: with `generation.engine` = `"vllm"`, which tells the experts that it chose."""
-        if self.routing_replay and config.generation.engine not in ("vllm", "scripted"):
-            yield f"{key.routing_replay} with {key.generation.engine}, which tells no routes; legal: false, or 'vllm'"
+        """`routing_replay`: with an engine, which tells the experts that it chose."""
+        if self.routing_replay and config.generation.engine == "none":
+            yield f"{key.routing_replay} with {key.generation.engine}, which tells no routes; legal: false"
 
     @rule
     def replayed_steps_are_the_same(self, config: Config, key: Keys) -> Faults:

@@ -96,6 +96,7 @@ class StepPlan:
     """The buckets of a step, by kind of layer as the cache calls it; one row without a paged cache has none."""
 
     buckets: Mapping[str, list[KeyPadding]]
+    places: Mapping[int, int]  # of the model's layers with attention in the cache
 
     def of_layer(
         self, module: Any, cache: Any, num_queries: int, num_keys: int, device: torch.device
@@ -103,7 +104,7 @@ class StepPlan:
         """The buckets for a layer."""
         if cache is None:
             return buckets_of([num_queries], [num_keys], device)
-        return self.buckets[cache.layer_to_allocator[module.layer_idx].layer_type]
+        return self.buckets[cache.layer_to_allocator[self.places[module.layer_idx]].layer_type]
 
 
 def cached_attention(
@@ -126,14 +127,28 @@ def cached_attention(
     `step` has no default, so that a call that lost it fails.  cache: transformers' paged cache; None: key and value are
     those of the whole row, [1, G, K, D].  softcap: of the scores; s_aux: sinks [H].
     """
+    value_size = value.shape[-1]
     if cache is not None:
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+        key, value = _cached(cache, key, value, step.places, module, options)
     (_, heads, num_queries, _), device = query.shape, query.device
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, H, D], [K, G, D]
-    output = query.new_empty(num_queries, heads, value.shape[-1])
+    output = query.new_empty(num_queries, heads, value_size)
     for bucket in step.of_layer(module, cache, num_queries, key.shape[2], device):
         output[bucket.queries] = _attend(rows, bucket, scaling, sliding_window, softcap, s_aux)
     return output[None], None
+
+
+def _cached(
+    cache: Any, key: Tensor, value: Tensor, places: Mapping[int, int], module: Any, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Add keys and values to the cache; return all of the step's requests.
+
+    The heads of a cache are of one size: those of keys, or of values where they are larger (latent attention).
+    """
+    sizes = key.shape[-1], value.shape[-1]
+    padded = (functional.pad(each, (0, max(sizes) - each.shape[-1])) for each in (key, value))
+    found = cache.update(*padded, layer_idx=places[module.layer_idx], kwargs=options)
+    return found[0][..., : sizes[0]], found[1][..., : sizes[1]]
 
 
 def _attend(

@@ -8,11 +8,13 @@ is exact, and so is each token's version.  Its sampler has one seed for everythi
 random numbers, one for each token: a draw depends neither on what runs beside it nor on a cache that was full.
 
 Guarantees.  A request that the cache has no room for any more is begun again with the tokens it has, and none is lost
-or drawn again.  Keys and values of old weights, or of another adapter, are never a new request's.
+or drawn again.  Keys and values of old weights, or of another adapter, are never a new request's.  With
+run.deterministic requests are sampled one after the other, each by the same bits whatever else is asked for.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections import deque
@@ -28,11 +30,13 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import Decode, no_text
 from rlhpc.generation.cached_attention import CACHED_ATTENTION, StepPlan, buckets_of
 from rlhpc.generation.engine import Engine, held_adapters, refuse_weights_it_would_make_up
+from rlhpc.generation.recurrent_states import RecurrentStates
 from rlhpc.generation.requests import PromptScores
 from rlhpc.generation.running_core import (
     CoreLimits,
@@ -42,8 +46,9 @@ from rlhpc.generation.running_core import (
     SteppedCore,
     device_here,
 )
-from rlhpc.generation.transformers_model import HookedAdapters, Rows, SampledModel
+from rlhpc.generation.transformers_model import HookedAdapters, HookedRoutes, Rows, SampledModel
 from rlhpc.generation.weight_updates import WeightUpdateExtension, WholeLoads
+from rlhpc.models.shape import FULL, LINEAR
 from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import EngineError
 
@@ -52,16 +57,19 @@ CPU_KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}  # of a step
 SCORED_TOKENS = 256  # of a row at once: their logits are held in float32, and a copy
 SHUTDOWN_S = 5.0  # for the step that is under way
+STATE_SHARE = 0.5  # of the cache's bytes, for states of requests; more requests wait
 ROOM = 2  # the cache is not larger than so many times what its requests fill; the rest is for prompts seen before
 
 
 class TransformersWorker(WeightUpdateExtension):
     """The methods that are called of a worker; there is one, in the generator's process."""
 
-    def __init__(self, model: SampledModel, device: torch.device) -> None:
-        """Hold the model of a core."""
+    def __init__(self, model: SampledModel, device: torch.device, num_requests: int) -> None:
+        """Hold the model of a core; num_requests: that it samples at once."""
         self.rank, self.device, self._model = 0, device, model
+        self._num_requests = num_requests
         self.num_preemptions = 0
+        self.routes: HookedRoutes | None = None  # None: nobody asks for them
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
         """Start counting: the process is the generator's own."""
@@ -75,6 +83,20 @@ class TransformersWorker(WeightUpdateExtension):
     def rlhpc_num_preemptions(self) -> int:
         """See WeightUpdateExtension."""
         return self.num_preemptions
+
+    def rlhpc_record_routes(self) -> str:
+        """Record routes from now on; return why not, "" if it does."""
+        try:
+            self.routes = HookedRoutes(self._model.module, self._num_requests)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def rlhpc_take_routes(self, request_id: str, num_tokens: int) -> list[Any]:
+        """Return tokens, mixtures, experts a token, and the ids as int16; nothing: they are not known."""
+        assert self.routes is not None
+        ids = self.routes.take(request_id, num_tokens)
+        return [] if ids is None else [*ids.shape, ids.tobytes()]
 
     @property
     def adapters(self) -> HookedAdapters | None:
@@ -107,8 +129,12 @@ class TransformersSteps(SteppedCore):
         generation = config.generation
         self._device, self._longest = device, generation.max_tokens
         self._model = SampledModel.of_run(config, device, CACHED_ATTENTION)
-        self.worker = TransformersWorker(self._model, device)
-        self._batch = _processor(self._model.module, config, device, num_adapters)
+        room = CacheRoom.of(self._model.module, config, device)
+        self.worker = TransformersWorker(self._model, device, room.num_requests)
+        self._places = {layer: place for place, layer in enumerate(room.layers)}
+        self._batch = _processor(self._model.module, config, device, room, num_adapters)
+        self._states = RecurrentStates(self._model.module, room.num_requests) if room.has_states else None
+        self._model.refuse_deaf(room.layers, config.model.path)
         self._seeds = np.random.default_rng(seed)
         self._drawn: dict[str, _SeededRequest] = {}
         self._rows: deque[CoreRequest] = deque()
@@ -144,6 +170,8 @@ class TransformersSteps(SteppedCore):
             self._forget_cached()
             self._salt = request.salt
         seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
+        if self.worker.routes is not None:
+            self.worker.routes.begin(request.request_id)
         self._drawn[request.request_id] = _SeededRequest(request, np.random.Generator(np.random.Philox(seed)))
         self._batch.scheduler.add_waiting_request(
             RequestState(
@@ -160,8 +188,9 @@ class TransformersSteps(SteppedCore):
             if row.request_id == request_id:
                 self._rows.remove(row)
                 return True
-        if self._drawn.pop(request_id, None) is None:
+        if request_id not in self._drawn:
             return False
+        self._forget(request_id)
         scheduler = self._batch.scheduler
         scheduler.set_request_cancellation(request_id)
         scheduler.clear_cancelled_requests()
@@ -232,9 +261,14 @@ class TransformersSteps(SteppedCore):
     def _output(self, state: Any, token: int, logprob: float) -> StepOutput:
         reason = None
         if state.status == RequestStatus.FINISHED:
-            asked = self._drawn.pop(state.request_id).asked
+            asked = self._forget(state.request_id).asked
             reason = "stop" if token in asked.stop_token_ids else "length"
         return StepOutput(state.request_id, [token], [logprob], reason)
+
+    def _forget(self, request_id: str) -> _SeededRequest:
+        if self.worker.routes is not None:
+            self.worker.routes.end(request_id)
+        return self._drawn.pop(request_id)
 
     def _sample(self, futures: Sequence[Any], number: int) -> tuple[Tensor, Tensor]:
         """Draw a token for each request whose prompt has been read; return (int64 [n], float32 [n])."""
@@ -249,7 +283,14 @@ class TransformersSteps(SteppedCore):
             plan[kind] = buckets_of(num_queries, num_keys, self._device)
         if (adapters := self.worker.adapters) is not None:
             adapters.rows = self._rows_of(futures, borders, adapters.num_adapters)
-        logits = self._model.module(**batch, logits_to_keep=kept, step=StepPlan(plan)).logits[0].float()
+        names, starts = [future.state.request_id for future in futures], batch["position_ids"][0, borders[:-1]].tolist()
+        if self._states is not None:
+            running = self._batch.scheduler.active_requests
+            self._states.begin_step(running, names, num_queries, [start == 0 for start in starts])
+        step = StepPlan(plan, self._places)
+        logits = self._model.module(**batch, logits_to_keep=kept, step=step).logits[0].float()
+        if self.worker.routes is not None:
+            self.worker.routes.note(names, starts, num_queries)
         asked = [self._drawn[future.state.request_id] for future in futures if future.has_new_token]
         return draw(logits, asked)
 
@@ -281,7 +322,7 @@ class TransformersSteps(SteppedCore):
             part = tokens[start : min(start + SCORED_TOKENS, len(tokens) - 1)]
             places = torch.arange(start, start + len(part), device=self._device)
             inputs = {"input_ids": part[None], "position_ids": places[None], "past_key_values": cache}
-            logits = module(**inputs, use_cache=True, step=StepPlan({})).logits[0]
+            logits = module(**inputs, use_cache=True, step=StepPlan({}, {})).logits[0]
             found = logits.float().log_softmax(-1)
             following = tokens[places + 1][:, None]
             own, best = found.gather(1, following), found.topk(row.top_k, -1)
@@ -322,34 +363,67 @@ def draw(logits: Tensor, requests: Sequence[_SeededRequest]) -> tuple[Tensor, Te
     return drawn.cpu(), found.gather(1, drawn[:, None])[:, 0].cpu()
 
 
-def _processor(module: Any, config: Config, device: torch.device, num_adapters: int) -> Any:
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """Room for what the layers of a model keep of their tokens."""
+
+    settings: Any  # of a model that has the layers with attention alone, for the paged cache
+    layers: tuple[int, ...]  # their numbers in the model
+    num_blocks: int
+    num_requests: int  # at once
+    has_states: bool  # of other layers
+
+    @classmethod
+    def of(cls, module: Any, config: Config, device: torch.device) -> CacheRoom:
+        """Divide generation.kv_cache_bytes, or what there is."""
+        generation = config.generation
+        settings = copy.deepcopy(module.config.get_text_config())
+        if getattr(settings, "kv_lora_rank", None):  # keys and values of each head, not the latents they are made of
+            settings.num_key_value_heads = settings.num_attention_heads
+            settings.head_dim = max(settings.qk_nope_head_dim + settings.qk_rope_head_dim, settings.v_head_dim)
+        kinds = list(getattr(settings, "layer_types", None) or [FULL] * settings.num_hidden_layers)
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind != LINEAR)
+        if len(layers) < len(kinds):
+            settings.layer_types, settings.num_hidden_layers = [kinds[layer] for layer in layers], len(layers)
+        given = generation.kv_cache_bytes or (CPU_KV_CACHE_BYTES if device.type == "cpu" else _free_bytes(config))
+        # Sums of a step's products are rounded otherwise beside other requests.
+        num_requests = 1 if config.run.deterministic else generation.max_num_seqs
+        state_bytes = RecurrentStates.bytes_of_request(module)
+        if state_bytes:
+            num_requests = max(1, min(num_requests, int(STATE_SHARE * given) // state_bytes))
+            given -= num_requests * state_bytes
+        heads, size = find_num_key_value_heads(settings), find_head_dim(settings)
+        block_bytes = 2 * PAGE_TOKENS * len(layers) * heads * size * module.dtype.itemsize
+        most = ROOM * num_requests * -(-generation.max_tokens // PAGE_TOKENS)
+        return cls(settings, layers, max(1, min(given // block_bytes, most)), num_requests, state_bytes > 0)
+
+
+def _processor(module: Any, config: Config, device: torch.device, room: CacheRoom, num_adapters: int) -> Any:
     """The library's ContinuousBatchProcessor, with explicit bounds: its own take all of a machine's memory."""
-    generation, kind = config.generation, device.type
-    per_request = -(-generation.max_tokens // PAGE_TOKENS)
-    settings = module.config.get_text_config()
-    heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
-    size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-    block_bytes = 2 * PAGE_TOKENS * settings.num_hidden_layers * heads * size * module.dtype.itemsize
-    given = generation.kv_cache_bytes or (CPU_KV_CACHE_BYTES if kind == "cpu" else _free_bytes(config))
-    most = ROOM * generation.max_num_seqs * per_request
-    module.set_attn_implementation("eager")  # which every model has; ours takes its place before anything is allocated
-    manager = module.init_continuous_batching(
-        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS,
-            num_blocks=max(1, min(given // block_bytes, most)),
-            max_batch_tokens=max(generation.max_num_batched_tokens or BATCHED_TOKENS[kind], generation.max_num_seqs),
-            max_requests_per_batch=generation.max_num_seqs,
-            max_memory_percent=1.0,
-            max_blocks_per_request=0,
-            allow_block_sharing=generation.prefix_caching and num_adapters == 1,
-            use_async_batching=False,
-            use_cuda_graph=False,
-            auto_switch_to_flash=False,
-        ),
+    generation, kind, own = config.generation, device.type, module.config
+    # Every token of every request.
+    must_compute = room.has_states or config.algorithm.routing_replay or config.run.deterministic
+    settings = ContinuousBatchingConfig(
+        page_size=PAGE_TOKENS,
+        num_blocks=room.num_blocks,
+        max_batch_tokens=max(generation.max_num_batched_tokens or BATCHED_TOKENS[kind], generation.max_num_seqs),
+        max_requests_per_batch=room.num_requests,
+        max_memory_percent=1.0,
+        max_blocks_per_request=0,
+        allow_block_sharing=generation.prefix_caching and num_adapters == 1 and not must_compute,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        auto_switch_to_flash=False,
     )
-    module.set_attn_implementation(CACHED_ATTENTION)
-    manager.warmup()  # makes the processor; without graphs it warms nothing up
+    sampling = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    module.config = room.settings
+    try:
+        module.set_attn_implementation("eager")  # which every model has; ours replaces it before anything is allocated
+        manager = module.init_continuous_batching(generation_config=sampling, continuous_batching_config=settings)
+        module.set_attn_implementation(CACHED_ATTENTION)
+        manager.warmup()  # makes the processor; without graphs it warms nothing up
+    finally:
+        module.config = own
     return manager.batch_processor
 
 
@@ -360,7 +434,7 @@ def _free_bytes(config: Config) -> int:
 
 
 class TransformersEngine(Engine):
-    """GenerationEngine over transformers' continuous batching, whose core is on a thread of this process, on CUDA, too."""
+    """GenerationEngine over transformers' continuous batching, its core on a thread of this process, on CUDA, too."""
 
     @classmethod
     async def start(

@@ -8,7 +8,7 @@ beside HF's own attention.  So is a mixture of experts whose tensors have other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from rlhpc.training.logprob import VALUE_HEAD, head_logprobs, token_values
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 from rlhpc.training.packed_delta_net import by_transformers_alone, pack_delta_nets
 from rlhpc.training.route_replay import HfReplay
-from rlhpc.weights.hf_names import name_of, on_disk, views_on_disk
+from rlhpc.weights.hf_names import name_as_stored, name_of, on_disk, views_on_disk
 
 # --------------------------------------------------------------------------------------------------------- hf attention
 #
@@ -56,39 +56,7 @@ AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
 
 # ------------------------------------------------------------------------------------------------------------- hf names
 #
-# Modules whose parameters have names on disk (weights/hf_names.py), and parameters as items of checkpoints.
-#
-# Of a checkpoint that also sees (Qwen3.5), transformers loads the language model alone, under shorter names; modules
-# get those on disk back, so that parameters, layers with adapters and exports have them:
-#
-#     model.layers.0.…  →  model.language_model.layers.0.…
-
-
-class InnerTrunk(nn.Module):
-    """A trunk as part of one that also sees; answers for it."""
-
-    def __init__(self, trunk: nn.Module) -> None:
-        super().__init__()
-        setattr(self, INNER, trunk)
-
-    def __getattr__(self, name: str) -> Any:
-        """Look a name up here, then in the trunk."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__(INNER), name)
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Call the trunk."""
-        return getattr(self, INNER)(*args, **options)
-
-
-def name_as_stored(module: Any, stored: Container[str]) -> None:
-    """Nest the trunk of a language model that is part of a larger checkpoint, so that its names are those on disk."""
-    prefix = module.base_model_prefix
-    first = next(name for name, _ in module.named_parameters() if name.startswith(f"{prefix}."))
-    if first not in stored and first.replace(prefix, f"{prefix}.{INNER}", 1) in stored:
-        setattr(module, prefix, InnerTrunk(module.base_model))
+# Parameters, by their names on disk (weights/hf_names.py), as items of checkpoints.
 
 
 def sharded_on_disk(spec: TensorSpec, shards: Sequence[Shard]) -> ShardedTensorSpec:
@@ -254,7 +222,7 @@ def _refuse_made_up(loaded: Mapping[str, Any], path: Path) -> None:
 
 def _without_logits(module: Any, path: Path) -> CausalLM:
     stored = names_in_files(path)
-    name_as_stored(module, stored)
+    name_as_stored(module, stored, INNER)
     softcap = getattr(module.config, "final_logit_softcapping", None)
     return CausalLM(
         module=module,

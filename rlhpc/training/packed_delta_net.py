@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from rlhpc.models.shape import is_delta_net
 from rlhpc.training.logprob import on_device
 from rlhpc.training.packed_attention import Padding, SegmentPlan, pad, unpad
 
@@ -43,9 +44,6 @@ CHUNK_TOKENS = 64  # as in flash-linear-attention
 SHORTEST_CHUNK = 16
 EPSILON = 1e-6  # of the norm of queries and keys, as in every implementation
 _FUNCTIONS = frozenset({"causal_conv1d_fn", "torch_chunk_gated_delta_rule"})  # of transformers, which wraps them
-_COMMON = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-_FLAT = (*_COMMON, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5, Qwen3.6
-_BY_KEY_HEAD = (*_COMMON, "in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
 
 
 # --------------------------------------------------------------------------------------------------------------- plans
@@ -122,11 +120,6 @@ def by_transformers_alone(module: nn.Module) -> Iterator[None]:
                 undo.callback(setattr, file, name, function)
                 setattr(file, name, inspect.unwrap(function))
         yield
-
-
-def is_delta_net(layer: nn.Module) -> bool:
-    """Whether this is a layer as computed here; others with a state of their own are not known."""
-    return any(all(hasattr(layer, name) for name in names) for names in (_FLAT, _BY_KEY_HEAD))
 
 
 def _forward(

@@ -14,14 +14,20 @@ name, which its name on disk has not:
 Adapters of experts are one tensor for each projection, too (lora.py):
 
     ….mlp.experts.up_proj.lora_A.weight [E, r, H]  →  ….mlp.experts.e.up_proj.lora_A.weight [r, H]
+
+Of a checkpoint that also sees (Qwen3.5), transformers loads the language model alone, under shorter names; modules get
+those on disk back, so that parameters, layers with adapters and exports have them:
+
+    model.layers.0.…  →  model.language_model.layers.0.…
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhpc.protocol.types import TensorSpec
 
@@ -78,3 +84,34 @@ def is_as_on_disk(name: str) -> bool:
 def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, view) of a parameter; `tensor` is the parameter, or a tensor of its shape."""
     return zip((each.name for each in on_disk(spec)), views_on_disk(spec.name, tensor), strict=True)
+
+
+class InnerTrunk(nn.Module):
+    """A trunk as part of one that also sees; answers for it."""
+
+    def __init__(self, name: str, trunk: nn.Module) -> None:
+        super().__init__()
+        self._name = name
+        setattr(self, name, trunk)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look a name up here, then in the trunk."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(self._name), name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Call the trunk."""
+        return getattr(self, self._name)(*args, **options)
+
+
+def name_as_stored(module: Any, stored: Container[str], inner: str) -> None:
+    """Nest the trunk of a language model that is part of a larger checkpoint, so that its names are those on disk.
+
+    inner: the name of the language model within the trunk that is stored.
+    """
+    prefix = module.base_model_prefix
+    first = next(name for name, _ in module.named_parameters() if name.startswith(f"{prefix}."))
+    if first not in stored and first.replace(prefix, f"{prefix}.{inner}", 1) in stored:
+        setattr(module, prefix, InnerTrunk(inner, module.base_model))

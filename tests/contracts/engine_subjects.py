@@ -26,7 +26,8 @@ from rlhpc.generation.running_core import CoreThread
 from rlhpc.generation.transformers_core import TransformersEngine
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.models.adapter import A, B, adapter_specs, base_digest, chosen_layers, matrices_of
-from rlhpc.models.shape import EMBEDDING, HEAD
+from rlhpc.models.shape import EMBEDDING, HEAD, INNER
+from rlhpc.models.weights import read_header
 from rlhpc.protocol.contracts import GenerationEngine, WeightPublisher, WeightTiming
 from rlhpc.protocol.types import (
     AdapterForm,
@@ -44,6 +45,7 @@ from rlhpc.protocol.types import (
 )
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher, make_receiver
+from rlhpc.weights.hf_names import name_as_stored, name_of, named_on_disk
 from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
@@ -62,12 +64,15 @@ def tiny_config(
     staging: str = "auto",
     dtype: str = "float32",
     lora: Mapping[str, object] = MappingProxyType({}),
+    routing_replay: object = False,
+    deterministic: object = False,
     **generation: object,
 ) -> Config:
     tables: dict[str, object] = {
-        "run": {"name": "test", "num_steps": 1},
+        "run": {"name": "test", "num_steps": 1, "deterministic": deterministic},
         "model": {"path": model, "dtype": dtype},
         "data": {"path": model, "task": "math"},
+        "algorithm": {"routing_replay": routing_replay},
         "generation": {
             "max_prompt_tokens": 192, "max_completion_tokens": MAX_TOKENS, "max_num_seqs": 16,
             "kv_cache_bytes": 64 << 20, **generation,
@@ -287,7 +292,30 @@ class VllmSubject(EngineSubject):
 
 
 class TransformersSubject(EngineSubject):
+    """Weights by their names on disk, of any family."""
+
     KIND = TransformersEngine
+
+    def __init__(self, publisher: WeightPublisher, transport: str, model: Path, device: str) -> None:
+        super().__init__(publisher, transport, model, device)
+        self._stored = read_header(model / "model.safetensors").keys()
+        name_as_stored(self._reference, self._stored, INNER)
+        self._base = {name: tensor.detach().clone() for name, tensor in self._reference.named_parameters()}
+
+    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        return [
+            named
+            for name, tensor in super().weights(version)
+            for named in named_on_disk(TensorSpec(name_of(name, self._stored), "float32", tuple(tensor.shape)), tensor)
+        ]
+
+    def expected_logprobs(self, version: int, rollout: Rollout) -> Float32:
+        self._reference.set_attn_implementation("eager")
+        with torch.no_grad():
+            drawn = super().weights(version) if version >= 0 else list(self._base.items())
+            for (_, weight), parameter in zip(drawn, self._reference.parameters(), strict=True):
+                parameter.copy_(weight)
+        return self.reference_logprobs(rollout)
 
 
 class AdapterSubject(VllmSubject):

@@ -40,6 +40,7 @@ from tests.contracts.engine_subjects import (
     request_of,
 )
 from tests.patience import PATIENCE_S
+from tests.tiny_models import FAMILIES, UNTIED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SUBJECTS: dict[tuple[bool, bool], type[EngineSubject]] = {
@@ -64,8 +65,11 @@ TOLERANCE = 1e-4  # float32, another order of sums
         pytest.param("adapters paused", marks=[pytest.mark.vllm, pytest.mark.long]),
         "transformers",
         pytest.param("transformers paused", marks=pytest.mark.long),
+        pytest.param("transformers qwen3_5", marks=pytest.mark.long),
+        pytest.param("transformers deepseek_v3", marks=pytest.mark.long),
         pytest.param("transformers adapters", marks=pytest.mark.long),
         pytest.param("transformers adapters paused", marks=pytest.mark.long),
+        pytest.param("transformers adapters qwen3_5_text", marks=pytest.mark.long),
     ],
 )
 async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
@@ -77,10 +81,11 @@ async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     else:
         staging = "paused" if request.param.endswith("paused") else "auto"
         holds_adapters = "adapters" in request.param
+        family = next((each for each in FAMILIES if each in request.param.split()), "qwen2")
         made = await SUBJECTS["transformers" in request.param, holds_adapters].start(
             directory,
-            family="qwen2",
-            tied=True,
+            family=family,
+            tied=family not in UNTIED,
             staging=staging,
             is_apart=request.param.endswith("apart"),
             lora=AdapterSubject.LORA if holds_adapters else {},

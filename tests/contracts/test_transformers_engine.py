@@ -16,36 +16,23 @@ import torch
 from rlhpc.generation.cached_attention import buckets_of, cached_attention
 from rlhpc.generation.running_core import CoreThread
 from rlhpc.generation.transformers_core import TransformersEngine, TransformersSteps
+from rlhpc.models.routes import MixtureForm
 from rlhpc.protocol.errors import EngineError
-from rlhpc.protocol.types import FinishReason, Float32, Int32, Rollout, RolloutRequest, TensorSpec
-from rlhpc.weights.hf_names import name_of, named_on_disk
+from rlhpc.protocol.types import FinishReason, Int32, Prefix, Rollout, RolloutRequest
 from tests.contracts.engine_subjects import TransformersSubject, request_of, tiny_config
 from tests.patience import PATIENCE_S
-from tests.tiny_models import make_tiny_checkpoint
+from tests.tiny_models import FAMILIES, make_tiny_checkpoint
 
 TOLERANCE = 1e-4
-CACHED = ("qwen2", "qwen3", "llama", "qwen3_moe", "mistral", "olmo3", "gemma2", "gemma3_text", "gpt_oss")
-EVERYDAY = ("qwen3_moe", "gemma2")
-KV_CACHE_BYTES = 2 << 20  # five requests of the greatest length
-
-
-class FamilySubject(TransformersSubject):
-    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        fused = self._reference.config.model_type == "gpt_oss"  # has all experts in one tensor on disk, too
-        stored = self._base.keys() if fused else ()
-        return [
-            named
-            for name, tensor in super().weights(version)
-            for named in named_on_disk(TensorSpec(name_of(name, stored), "float32", tuple(tensor.shape)), tensor)
-        ]
-
-    def expected_logprobs(self, version: int, rollout: Rollout) -> Float32:
-        self._reference.set_attn_implementation("eager")
-        with torch.no_grad():
-            drawn = super().weights(version) if version >= 0 else list(self._base.items())
-            for (_, weight), parameter in zip(drawn, self._reference.parameters(), strict=True):
-                parameter.copy_(weight)
-        return self.reference_logprobs(rollout)
+EVERYDAY = ("qwen3_moe", "gemma2", "deepseek_v3", "qwen3_5")
+KV_CACHE_BYTES = 2 << 20  # few requests of the greatest length
+STOP = ".€"  # of three tokens, comes about once in 64
+LATENT_CACHE_BYTES = 6 << 20  # also of keys and values made of latents
+OTHER_CACHES = [
+    pytest.param("qwen2", KV_CACHE_BYTES),
+    pytest.param("qwen3_5", KV_CACHE_BYTES, marks=pytest.mark.long),
+    pytest.param("deepseek_v3", LATENT_CACHE_BYTES, marks=pytest.mark.long),
+]
 
 
 def steps_of(subject: TransformersSubject) -> TransformersSteps:
@@ -63,8 +50,8 @@ Start = Callable[..., Any]
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
     made = list[TransformersSubject]()
 
-    async def begin(family: str = "qwen2", **options: Any) -> FamilySubject:
-        subject = await FamilySubject.start(tmp_path / str(len(made)), family, tied=False, **options)
+    async def begin(family: str = "qwen2", **options: Any) -> TransformersSubject:
+        subject = await TransformersSubject.start(tmp_path / str(len(made)), family, tied=False, **options)
         made.append(subject)
         return subject
 
@@ -83,7 +70,7 @@ def prompt_of(length: int, first: int) -> Int32:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each in EVERYDAY else pytest.mark.long) for each in CACHED]
+    "family", [pytest.param(each, marks=[] if each in EVERYDAY else pytest.mark.long) for each in FAMILIES]
 )
 async def test_a_family_is_sampled_as_transformers_scores_it_alone(family: str, start: Start) -> None:
     """Prompts of many lengths, some read in parts beside others that decode, longer than a window and a page."""
@@ -101,9 +88,12 @@ async def test_a_family_is_sampled_as_transformers_scores_it_alone(family: str, 
         np.testing.assert_allclose(rollout.behaviour_logprobs, subject.expected_logprobs(0, rollout), atol=TOLERANCE)
 
 
-async def test_what_a_full_cache_throws_out_goes_on_with_the_same_tokens(start: Start) -> None:
+@pytest.mark.parametrize(("family", "kv_cache_bytes"), OTHER_CACHES)
+async def test_what_a_full_cache_throws_out_goes_on_with_the_same_tokens(
+    start: Start, family: str, kv_cache_bytes: int
+) -> None:
     requests = [request_of(index, max_tokens=400) for index in range(12)]
-    subject = await start(kv_cache_bytes=KV_CACHE_BYTES, seeded_samples=True)
+    subject = await start(family, kv_cache_bytes=kv_cache_bytes, seeded_samples=True)
     alone = [await subject.engine.generate(each) for each in requests[-2:]]
     rollouts = await together(subject, requests)
     assert steps_of(subject).worker.num_preemptions > 0
@@ -138,12 +128,22 @@ async def test_when_all_that_run_in_a_full_cache_are_aborted_those_that_wait_beg
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("family", "kv_cache_bytes", "prefix_caching"),
+    [
+        ("qwen2", KV_CACHE_BYTES, True),
+        pytest.param("qwen2", KV_CACHE_BYTES, False, marks=pytest.mark.long),
+        ("qwen3_5", KV_CACHE_BYTES, True),
+        pytest.param("deepseek_v3", LATENT_CACHE_BYTES, True, marks=pytest.mark.long),
+    ],
+)
 async def test_pauses_aborts_and_versions_at_any_instant_leave_every_token_its_own_version(
-    start: Start, prefix_caching: bool
+    start: Start, family: str, kv_cache_bytes: int, prefix_caching: bool
 ) -> None:
     """In a cache that is full most of the time, with prompts that share pages."""
-    subject = await start(kv_cache_bytes=KV_CACHE_BYTES, max_num_batched_tokens=64, prefix_caching=prefix_caching)
+    subject = await start(
+        family, kv_cache_bytes=kv_cache_bytes, max_num_batched_tokens=64, prefix_caching=prefix_caching
+    )
     await subject.join()
     await subject.update(0)
     rng, shared = random.Random(0), prompt_of(70, 1)
@@ -176,8 +176,55 @@ async def test_pauses_aborts_and_versions_at_any_instant_leave_every_token_its_o
     assert cache.compute_free_capacity() == 1
 
 
-async def test_keys_and_values_are_recomputed_if_told_to(start: Start) -> None:
-    subject = await start(recompute_kv=True, kv_cache_bytes=KV_CACHE_BYTES)
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
+async def test_a_deterministic_engine_has_the_same_bits_alone_and_beside_others(start: Start, family: str) -> None:
+    subject = await start(family, deterministic=True)
+    requests = [request_of(index, max_tokens=20, prompt=prompt_of(3 + 29 * index, index)) for index in range(6)]
+    alone = [await subject.engine.generate(each) for each in requests]
+    for one, other in zip(alone, reversed(await together(subject, requests[::-1])), strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.behaviour_logprobs, other.behaviour_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_cache_bytes"),
+    [("qwen3_moe", 1 << 19), pytest.param("deepseek_v3", 3 << 19, marks=pytest.mark.long)],
+)
+async def test_routes_are_those_of_transformers_whatever_a_full_cache_throws_out(
+    start: Start, family: str, kv_cache_bytes: int
+) -> None:
+    subject = await start(family, kv_cache_bytes=kv_cache_bytes, max_completion_tokens=150, routing_replay=True)
+    stops = [(STOP,) * (index % 3 == 0) for index in range(12)]
+    requests = [request_of(index, max_tokens=120 + index, stop_strings=own) for index, own in enumerate(stops)]
+    rollouts = await together(subject, requests)
+    assert steps_of(subject).worker.num_preemptions > 0
+    assert any(rollout.finish_reason is FinishReason.STOP for rollout in rollouts)
+    begun = rollouts[1]
+    prefix = Prefix(begun.token_ids[:50], begun.behaviour_logprobs[:50], begun.versions[:50])
+    continued = request_of(1, max_tokens=90, prefix=prefix)
+    rollouts.append(await subject.engine.generate(continued))
+    form = MixtureForm.of_replayed(subject.config.model.path)
+    for asked, rollout in zip([*requests, continued], rollouts, strict=True):
+        assert rollout.routes is not None
+        tokens = np.concatenate([asked.prompt.token_ids, rollout.token_ids])
+        np.testing.assert_array_equal(form.unpack(rollout.routes), experts_of(subject, tokens)[:-1])
+
+
+def experts_of(subject: TransformersSubject, tokens: Int32) -> np.ndarray:
+    """Those that transformers chooses for a row alone, int64 [T, mixtures, k], ascending."""
+    found = list[torch.Tensor]()
+    mixtures = [part for part in subject._reference.modules() if hasattr(part, "experts")]
+    hooks = [part.experts.register_forward_pre_hook(lambda _, given: found.append(given[1])) for part in mixtures]
+    with torch.no_grad():
+        subject._reference(torch.from_numpy(tokens).long()[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).sort(-1).values.numpy()
+
+
+@pytest.mark.parametrize(("family", "kv_cache_bytes"), OTHER_CACHES)
+async def test_keys_and_values_are_recomputed_if_told_to(start: Start, family: str, kv_cache_bytes: int) -> None:
+    subject = await start(family, recompute_kv=True, kv_cache_bytes=kv_cache_bytes)
     await subject.join()
     await subject.update(0)
     requests = [request_of(n, max_tokens=300) for n in range(12)]
@@ -195,8 +242,8 @@ async def test_keys_and_values_are_recomputed_if_told_to(start: Start) -> None:
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [
-        ("deepseek_v3", {}, "no room for layers of type multi-head latent attention; legal: generation.engine='vllm'"),
         ("qwen2", {"kv_cache_bytes": 1 << 16}, "kv_cache_bytes=65536: the cache has room for one request of"),
+        ("qwen3_5_text", {"kv_cache_bytes": 1 << 17}, "kv_cache_bytes=131072: the cache has room for one request of"),
     ],
 )
 async def test_what_the_paged_cache_has_no_room_for_is_refused_before_anything_is_sampled(

@@ -18,21 +18,27 @@ NUM_STEPS, KILL_AT, HELD_STEPS = 20, 8, 14  # held: at most so many are done bef
 GROUPS, GROUP_SIZE = 4, 4
 # Family → dtype of the model, where vLLM has no float32 kernel for its layers on a CPU.
 HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-DTYPES: dict[str, str] = dict.fromkeys(HYBRID, "bfloat16")
-EVERY_TIME = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_5")  # the others are left to `make soak-matrix`
+DTYPES: dict[tuple[str, str], str] = {(family, "vllm"): "bfloat16" for family in HYBRID}
+CASES = (
+    *((family, "vllm") for family in (*SERVED, "olmo3", *HYBRID)),
+    *((family, "transformers") for family in HYBRID),
+)
+# The others are left to `make soak-matrix`.
+EVERY_TIME = (
+    *((each, "vllm") for each in ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_5")),
+    ("qwen3_5", "transformers"),
+)
 
 
 @pytest.mark.parametrize(
-    ("family", "victim"),
+    ("family", "engine", "victim"),
     [
-        pytest.param(
-            family, ("trainer", "generator")[index % 2], marks=() if family in EVERY_TIME else pytest.mark.soak
-        )
-        for index, family in enumerate((*SERVED, "olmo3", *HYBRID))
+        pytest.param(*case, ("trainer", "generator")[index % 2], marks=() if case in EVERY_TIME else pytest.mark.soak)
+        for index, case in enumerate(CASES)
     ],
 )
 def test_twenty_steps_with_a_kill_in_the_middle_are_trained_once_each_and_the_audit_is_clean(
-    family: str, victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, engine: str, victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab, gate = make_lab(tmp_path, family), tmp_path / "gate"
     monkeypatch.setenv(GATE, str(gate))
@@ -40,10 +46,10 @@ def test_twenty_steps_with_a_kill_in_the_middle_are_trained_once_each_and_the_au
     run_file = lab.run_file(
         family,
         run={"num_steps": NUM_STEPS},
-        model={"dtype": DTYPES.get(family, "float32")},
+        model={"dtype": DTYPES.get((family, engine), "float32")},
         data={"task": "tests.ring.ring_rewards:gated_parity"},
         rewards={"timeout_s": 600.0},
-        generation={"engine": "vllm"},
+        generation={"engine": engine},
         weights={"canary_every": 5},
         checkpoint={"every_steps": 5},
     )

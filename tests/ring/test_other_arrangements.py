@@ -48,7 +48,9 @@ def test_steps_begin_with_what_is_finished_and_train_everything_once(tmp_path: P
     assert max(scalars(layout, "trainer/step_parts")) > 1
 
 
-@pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
+@pytest.mark.parametrize(
+    "engine", ["scripted", "transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])]
+)
 def test_staleness_zero_is_synchronous_with_one_version_a_rollout(lab: Lab, engine: str) -> None:
     layout = run_to_the_end(
         lab, "synchronous", run={"num_steps": 3}, generation={"engine": engine}, admission={"max_staleness": 0},
@@ -63,11 +65,11 @@ def test_staleness_zero_is_synchronous_with_one_version_a_rollout(lab: Lab, engi
 
 
 @pytest.mark.long
-@pytest.mark.vllm
-def test_an_engine_follows_a_bfloat16_trainer_by_what_has_changed(lab: Lab) -> None:
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
+def test_an_engine_follows_a_bfloat16_trainer_by_what_has_changed(lab: Lab, engine: str) -> None:
     """Each version is asked for by the canary: the engine computes what the trainer does, deltas or not."""
     layout = run_to_the_end(
-        lab, "deltas", run={"num_steps": 5}, model={"dtype": "bfloat16"}, generation={"engine": "vllm"},
+        lab, "deltas", run={"num_steps": 5}, model={"dtype": "bfloat16"}, generation={"engine": engine},
         trainer={"device": "auto", "learning_rate": 1e-5}, transport={"kind": "tcp"},
         weights={"timeout_s": 60.0, "canary_every": 1, "transport": "gloo"},
     )  # fmt: skip
@@ -78,11 +80,11 @@ def test_an_engine_follows_a_bfloat16_trainer_by_what_has_changed(lab: Lab) -> N
 
 
 @pytest.mark.long
-@pytest.mark.vllm
-def test_trainer_and_engine_have_the_same_base_of_four_bits(lab: Lab) -> None:
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
+def test_trainer_and_engine_have_the_same_base_of_four_bits(lab: Lab, engine: str) -> None:
     pytest.importorskip("bitsandbytes")
     layout = run_to_the_end(
-        lab, "four-bits", run={"num_steps": 3}, generation={"engine": "vllm"},
+        lab, "four-bits", run={"num_steps": 3}, generation={"engine": engine},
         lora={"rank": 8, "quantization": "nf4", "learning_rate": 0.01}, weights={"timeout_s": 60.0, "canary_every": 1},
     )  # fmt: skip
     assert max(scalars(layout, "weights/canary_logratio")) < 1e-5

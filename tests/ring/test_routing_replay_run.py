@@ -115,9 +115,11 @@ def damage_routes(layout: RunLayout) -> None:
         file["rollouts/routes"][13] ^= 1
 
 
-@pytest.mark.vllm
 @pytest.mark.long
-def test_the_mismatch_of_a_mixture_in_bfloat16_is_a_small_part_of_what_it_is_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
+def test_the_mismatch_of_a_mixture_in_bfloat16_is_a_small_part_of_what_it_is_without(
+    tmp_path: Path, engine: str
+) -> None:
     """At the first step, whose rollouts are all of the trained version; of 64 experts some scores nearly tie."""
     found = {}
     plain = make_lab(tmp_path)
@@ -131,7 +133,7 @@ def test_the_mismatch_of_a_mixture_in_bfloat16_is_a_small_part_of_what_it_is_wit
             name,
             run={"num_steps": 2},
             model={"dtype": "bfloat16"},
-            generation={"engine": "vllm"},
+            generation={"engine": engine},
             algorithm=algorithm,
             weights={"max_canary_logratio": "off"},
             guard={"action": "off"},

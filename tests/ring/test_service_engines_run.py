@@ -32,3 +32,21 @@ def test_a_run_learns_from_a_teacher_and_a_reward_model_that_it_has_started_itse
     status = json.loads((layout.root / "status.json").read_text())
     assert status["step"] == 3
     assert all(value > 0 for value in scalars(layout, "teacher/kl"))
+
+
+def test_a_run_learns_from_a_teacher_without_vllm(tmp_path: Path) -> None:
+    lab = make_lab(tmp_path)
+    teacher = make_tiny_checkpoint(tmp_path / "t", seed=1)
+    layout = run_to_the_end(
+        lab,
+        "taught-otherwise",
+        run={"num_steps": 3},
+        generation={"engine": "transformers", "kv_cache_bytes": 16 << 20},
+        algorithm={"advantage": "distillation"},
+        admission={"active_sampling": False},
+        service=[
+            {"name": "larger", "kind": "teacher", "path": str(teacher), "kv_cache_bytes": 16 << 20, "max_num_seqs": 8}
+        ],
+    )
+    assert json.loads((layout.root / "status.json").read_text())["step"] == 3
+    assert all(value > 0 for value in scalars(layout, "teacher/kl"))

@@ -48,7 +48,14 @@ TOLERANCE_NATS = 1e-4
 TEMPERATURE = 0.8
 LONG = pytest.mark.long
 MXFP4 = "gpt_oss in MXFP4"
-FAMILIES = ("qwen2", *(pytest.param(family, marks=LONG) for family in ("llama", "qwen3_moe", *SERVED, MXFP4)))
+BY_TRANSFORMERS = " by transformers"  # the engine; all others are vLLM's
+OF_BOTH = ("deepseek_v3", "qwen3_5_moe", "qwen3_next", MXFP4)
+FAMILIES = (
+    "qwen2",
+    *(pytest.param(family, marks=LONG) for family in ("llama", "qwen3_moe", *SERVED, MXFP4)),
+    "qwen3_5" + BY_TRANSFORMERS,
+    *(pytest.param(family + BY_TRANSFORMERS, marks=LONG) for family in OF_BOTH),
+)
 # (family, layout): what each layout does to names and shapes is in the contract's tests; here is what an engine adds.
 STREAMS = [
     ("qwen2", "megatron-tp2"),
@@ -56,6 +63,7 @@ STREAMS = [
     pytest.param("qwen2", "deepspeed-zero3", marks=LONG),
     *(pytest.param(family, "reference-dp1", marks=LONG) for family in ("qwen3_moe", *SERVED, MXFP4)),
     pytest.param("qwen3_moe", "megatron-ep2", marks=LONG),
+    *(pytest.param(family + BY_TRANSFORMERS, "reference-dp1", marks=LONG) for family in ("qwen3_5", *OF_BOTH)),
 ]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -135,13 +143,14 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     from rlhpc.generation.factory import start_engine
 
     scratch = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
-    if request.param == MXFP4:
+    family, _, engine = request.param.partition(" by ")
+    if family == MXFP4:
         checkpoint = pack_experts(make_tiny_checkpoint(scratch / "model", "gpt_oss", dtype=torch.bfloat16))
     else:
-        checkpoint = make_tiny_checkpoint(scratch / "model", family=request.param)
-    engine = await start_engine(_config(scratch, checkpoint), seed=3)
-    yield Running(engine, checkpoint, scratch)
-    await engine.close()
+        checkpoint = make_tiny_checkpoint(scratch / "model", family=family)
+    started = await start_engine(_config(scratch, checkpoint, engine or "vllm"), seed=3)
+    yield Running(started, checkpoint, scratch)
+    await started.close()
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +236,14 @@ def _packed(answers: list[tuple[Prompt, Rollout]]) -> list[PackedMicrobatch]:
     return batch.rows
 
 
-def _config(directory: Path, checkpoint: Path) -> Config:
+def _config(directory: Path, checkpoint: Path, engine: str) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "agree", "directory": directory / "run", "num_steps": 1},
             "model": {"path": checkpoint, "dtype": "float32"},
             "data": {"path": directory / "none.jsonl", "task": "integer_arithmetic"},
             "generation": {
+                "engine": engine,
                 "max_prompt_tokens": 32,
                 "max_completion_tokens": 96,
                 "max_num_seqs": 16,

@@ -24,15 +24,15 @@ from transformers import (
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from rlhpc.models.shape import OTHERS, ModelShape
+from rlhpc.models.shape import INNER, OTHERS, ModelShape
 from rlhpc.models.weights import read_header
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.types import TensorSpec
 from rlhpc.training import hf_model
-from rlhpc.training.hf_model import PACKED_ATTENTION, cast_parameters, load_causal_lm, name_as_stored
+from rlhpc.training.hf_model import PACKED_ATTENTION, cast_parameters, load_causal_lm
 from rlhpc.training.logprob import head_logprobs
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
-from rlhpc.weights.hf_names import name_of, on_disk, views_on_disk
+from rlhpc.weights.hf_names import name_as_stored, name_of, on_disk, views_on_disk
 from tests.tiny_models import FAMILIES, NUM_EXPERTS, make_tiny_checkpoint
 from tests.unit.launch.public_models import ODD_CONFIGS, ODD_OTHERS
 from tests.unit.training.packed_rows import gradients_of_packed, gradients_of_plain, logprobs_of_packed
@@ -340,9 +340,8 @@ def test_names_and_bits_are_those_that_transformers_writes(family, dtype, tmp_pa
     module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     module.save_pretrained(tmp_path / "again")
     written = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
-    name_as_stored(
-        module, written
-    )  # of a model that also sees: transformers 5.24 writes names as it read them, 5.19 does not
+    # Of a model that also sees: transformers 5.24 writes names as it read them, 5.19 does not.
+    name_as_stored(module, written, INNER)
     found = {}
     for name, parameter in module.named_parameters():
         name = name_of(name, written)
