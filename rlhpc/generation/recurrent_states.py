@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from rlhpc.models.shape import is_delta_net
+from rlhpc.models.layer_forms import is_delta_net
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ from rlhpc.generation.running_core import (
 )
 from rlhpc.generation.transformers_model import HookedAdapters, HookedRoutes, Rows, SampledModel
 from rlhpc.generation.weight_updates import WeightUpdateExtension, WholeLoads
-from rlhpc.models.shape import FULL, LINEAR
+from rlhpc.models.layer_forms import LINEAR
+from rlhpc.models.shape import FULL
 from rlhpc.protocol.contracts import Clock
 from rlhpc.protocol.errors import EngineError
 

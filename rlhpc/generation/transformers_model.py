@@ -28,7 +28,8 @@ from rlhpc.config.rules import Config
 from rlhpc.generation.adapter_tensors import POLICY, fitting_pairs, pairs_of
 from rlhpc.generation.cached_attention import KeyPadding, StepPlan
 from rlhpc.models.adapter import HEAD_MODULE, is_quantised
-from rlhpc.models.shape import INNER, LAYER_TYPES, LINEAR, is_delta_net
+from rlhpc.models.layer_forms import LINEAR, is_delta_net
+from rlhpc.models.shape import INNER, LAYER_TYPES
 from rlhpc.models.weights import is_mxfp4, object_in, read_header, weight_files
 from rlhpc.protocol.errors import EngineError, GroupFailed
 from rlhpc.protocol.types import TensorSpec, WeightManifest

@@ -12,6 +12,11 @@ from typing import Any
 
 LINEAR = "linear_attention"  # in layer_types of config.json: a Gated DeltaNet
 _EVERY = 4  # a layer attends where config.json has no layer_types
+# Attributes of transformers' layers of Gated DeltaNet.
+_DELTA_NET = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads", "num_v_heads", "head_k_dim",
+              "head_v_dim")  # fmt: skip
+_FLAT = (*_DELTA_NET, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5, Qwen3.6
+_BY_KEY_HEAD = (*_DELTA_NET, "in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +132,8 @@ class Latents:
 
     def _with_bias(self, name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if self.has_bias else {})
+
+
+def is_delta_net(layer: object) -> bool:
+    """Whether a layer of transformers is a Gated DeltaNet; others with a state of their own are not known."""
+    return any(all(hasattr(layer, name) for name in names) for names in (_FLAT, _BY_KEY_HEAD))

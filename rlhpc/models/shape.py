@@ -208,16 +208,6 @@ def layer_windows(model: Mapping[str, Any]) -> tuple[int | None, ...]:
 # chunk's logits and 1⅝ times the head's gradient (training/logprob.py), which are 85 % of it at a hidden size of 896.
 LOGPROB_CHUNK_TOKENS = 1024
 LAYER_TYPES = {FULL, LINEAR, SLIDING}  # supported layer_types of config.json
-# Attributes of transformers' layers of Gated DeltaNet.
-_DELTA_NET = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads", "num_v_heads", "head_k_dim",
-              "head_v_dim")  # fmt: skip
-_FLAT = (*_DELTA_NET, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5, Qwen3.6
-_BY_KEY_HEAD = (*_DELTA_NET, "in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
-
-
-def is_delta_net(layer: object) -> bool:
-    """Whether a layer of transformers is a Gated DeltaNet; others with a state of their own are not known."""
-    return any(all(hasattr(layer, name) for name in names) for names in (_FLAT, _BY_KEY_HEAD))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from rlhpc.models.shape import is_delta_net
+from rlhpc.models.layer_forms import is_delta_net
 from rlhpc.training.logprob import on_device
 from rlhpc.training.packed_attention import Padding, SegmentPlan, pad, unpad
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhpc.generation.recurrent_states import RecurrentStates
-from rlhpc.models.shape import is_delta_net
+from rlhpc.models.layer_forms import is_delta_net
 from tests.tiny_models import make_tiny_checkpoint
 
 HIDDEN, LENGTHS = 64, {"a": 9, "b": 150, "c": 3, "d": 70}
