@@ -114,7 +114,7 @@ class TurnSampler:
         return left.row(slice(self._stopped_at(left.token_ids[:end].tolist()) or end))
 
     def reason(self, turn: Sequence[int], longest: int) -> FinishReason | None:
-        """Why this turn has ended; None: it has not."""
+        """Tell why this turn has ended; None: it has not."""
         if turn and (turn[-1] in self.stops or self._stopped_at(turn) is not None):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(turn) >= longest else None

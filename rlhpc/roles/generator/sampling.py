@@ -210,7 +210,7 @@ class ProgressReporter:
 def _new_pieces(
     member: Callable[..., PartialRollout], reported: _Reported, rows: Sequence[Prefix]
 ) -> list[PartialRollout]:
-    """What rows have more than was shown; all that they have, if one of them does not continue what was."""
+    """Cut off what rows have beyond what was shown; all that they have, if one of them does not continue what was."""
     shown, pieces = list(reported.shown), list[PartialRollout]()
     known = [id_checksum(row.token_ids[:num]) for row, (num, _) in zip(rows, shown, strict=False)]
     is_longer = all(len(row.token_ids) >= num for row, (num, _) in zip(rows, shown, strict=False))
