@@ -20,7 +20,7 @@ from launch.checks.services import refuse_unfit_services
 from launch.checks.teachers import asked_teachers, refuse_unfit_teachers
 from launch.common.text import counted, printable_line
 from rlhpc.base.hf_config import language_model
-from rlhpc.base.own_tools import schemas_of_tools
+from rlhpc.base.own_tools import name_of, schemas_of_servers, told_tools
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.base.user_code import look_up
 from rlhpc.config.rules import Config, supervised
@@ -45,7 +45,7 @@ from rlhpc.models.adapter import (
 )
 from rlhpc.models.routes import MixtureForm
 from rlhpc.models.shape import ModelShape, ParallelLayout, refuse_unsupported
-from rlhpc.protocol.environment import TOOL_SCHEMAS, tool_name
+from rlhpc.protocol.environment import TOOL_SCHEMAS
 from rlhpc.protocol.errors import ConfigError, SandboxError
 from rlhpc.protocol.types import Bool, Int32
 from rlhpc.rewards.code_place import check_sandbox, described_languages
@@ -158,14 +158,14 @@ def prompt_warnings(config: Config, tokenizer: PromptTokenizer, found: Sequence[
                 f"{data.prompt_template!r}), and the tokenizer writes a blank and the word behind it as one token: the "
                 "model begins in the middle of it; usual: no blank at the end"
             )
-        untold = [name for name in map(tool_name, config.environment.tools) if name not in summary.example]
-        if data.environment == "tools" and untold:
+        told = told_tools(config.environment.tools, config.tool_servers).schemas if data.environment == "tools" else ()
+        if untold := [name for name in map(name_of, told) if name not in summary.example]:
             yield (
                 f"environment.tools: the prompt names no {', '.join(untold)}: the chat template has no place for "
                 "tools, and the model learns of them from nobody; a system_prompt, or a template that writes `tools`, "
                 "can tell it"
             )
-    has_calls = config.environment.tools or any(data.environment == AGENT for data in config.data)
+    has_calls = config.environment.tools or config.mcp or any(data.environment == AGENT for data in config.data)
     form, asked = form_of_calls(tokenizer) if has_calls else "", config.environment.call_form
     if form not in ("", asked):
         yield (
@@ -510,7 +510,8 @@ def _environments_are_there(config: Config) -> None:
     for dataset in config.data:
         if dataset.environment not in ("", AGENT):
             validate_environment(dataset.environment)
-    schemas_of_tools(config.environment.tools)
+    schemas_of_servers(config.tool_servers, anew=True)  # they may have changed since the check before, in a notebook
+    told_tools(config.environment.tools, config.tool_servers)
     if config.agent.function:
         look_up("agent.function", config.agent.function)
     if config.environment.corpus is not None:

@@ -34,6 +34,7 @@ from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from launch.plan.site_file import load_site
 from rlhpc.base.host_address import refuse_foreign_network
+from rlhpc.base.own_tools import name_of, schemas_of_servers
 from rlhpc.base.ownership import holds_something
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
@@ -131,6 +132,8 @@ def _about_prompts(config: Config, findings: Findings) -> Iterator[str]:
     has_dialogues = any(dataset.environment for dataset in config.data)
     template = dialogue_template(config, findings.tokenizer) if has_dialogues else None
     tokenizer = findings.tokenizer
+    for name, schemas in schemas_of_servers(config.tool_servers).items():
+        yield f"tools       mcp.{name}: {', '.join(map(name_of, schemas))}"
     yield stop_tokens(tokenizer, template, config.generation.stop)
     yield from (f"warning     {each}" for each in prompt_warnings(config, tokenizer, findings.datasets))
     yield from route_lines(config, findings)

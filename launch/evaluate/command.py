@@ -62,7 +62,7 @@ from rlhpc.protocol.types import Verdict
 ALIKE = ("inputs.data", "data.task", "data.prompt_template", "data.prompt_field", "data.system_prompt",
          "data.use_chat_template", "data.reference_field", "data.environment", "inputs.corpus",
          "generation.max_completion_tokens", "generation.stop", "temperature")  # fmt: skip
-ALIKE_BELOW = ("environment.", "composite.", "judge.", "instructions.")
+ALIKE_BELOW = ("environment.", "mcp.", "composite.", "judge.", "instructions.")
 FEW = 20  # prompts; with fewer the interval is too narrow to be trusted
 
 

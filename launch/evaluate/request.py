@@ -259,7 +259,7 @@ def _complete_checkpoint(layout: RunLayout, step: int | None) -> Path:
 
 # Sections that overrides may change.
 OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "math", "text", "composite", "judge", "environment",
-        "reward_model", "service")  # fmt: skip
+        "mcp", "reward_model", "service")  # fmt: skip
 OPEN_KEYS = ("model.dtype", "model.chat_template_kwargs", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 _NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "levels": [], "settings": {}}
@@ -302,6 +302,7 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_g
         document["sandbox"] = run.sandbox.model_dump(mode="json")
         if _said("data.environment", words, like.environment):
             document["environment"] = run.environment.model_dump(mode="json")
+            document["mcp"] = {name: server.model_dump(mode="json") for name, server in run.mcp.items()}
         document |= _settings_of_task(run, task)
     if _said("data.environment", words, str(document["data"].get("environment", ""))) == AGENT:
         raise ConfigError(

@@ -224,6 +224,7 @@ SHAPES_STEPS = (
     "trainer.",
     "generation.",
     "environment.",
+    "mcp.",
     "curriculum.",
     "admission.",
     "composite.",

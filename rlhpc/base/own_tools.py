@@ -12,6 +12,8 @@ described as "city (str): …", too; (4) a description goes on where lines are i
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
 import inspect
 import json
 import os
@@ -239,7 +241,43 @@ def _entries(lines: Sequence[str]) -> dict[str, str]:
 # The schemas of a run's tools, for its prompts.  A process of its own imports the user's functions, since they may load
 # and start anything: `python -m rlhpc.base.own_tools PATH…` prints {"schemas": {path: schema}}, or {"refused": why}.
 
-_MOST_S = 120.0  # for the imports
+_MOST_S = 120.0  # for the imports, and for servers to start
+
+
+@dataclass(frozen=True, slots=True)
+class ToldTools:
+    """The tools of a run, as prompts tell of them."""
+
+    schemas: tuple[Mapping[str, Any], ...]  # in the order of the run file, those of servers last
+    of_servers: str  # digest of the schemas of servers; "" without servers
+
+
+def told_tools(tools: Sequence[str], servers: Servers) -> ToldTools:
+    """Return environment.tools and the tools of [mcp.NAME].
+
+    Raises ConfigError as schemas_of_tools and schemas_of_servers do, and for two tools of one name.
+    """
+    own, served = schemas_of_tools(tools), schemas_of_servers(servers)
+    found: dict[str, str] = {}
+    for place, schemas in ((KEY, own), *((f"mcp.{name}", each) for name, each in served.items())):
+        for name in map(name_of, schemas):
+            if name in found:
+                raise ConfigError(
+                    f"{place} has a tool {name!r}, and so has {found[name]}: the policy could not tell them apart; "
+                    f"legal: mcp.NAME.prefix, or mcp.NAME.tools without it"
+                )
+            found[name] = place
+    return ToldTools((*own, *(schema for each in served.values() for schema in each)), digest_of_tools(served))
+
+
+def name_of(schema: Mapping[str, Any]) -> str:
+    """The name by which the policy calls a tool."""
+    return str(schema["function"]["name"])
+
+
+def digest_of_tools(served: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A short digest of the schemas of servers, by their names; "" if there are none."""
+    return hashlib.sha256(json.dumps(served, sort_keys=True).encode()).hexdigest()[:16] if served else ""
 
 
 def schemas_of_tools(tools: Sequence[str]) -> list[dict[str, Any]]:
@@ -264,24 +302,64 @@ def _state_of(path: str) -> tuple[str, int, int]:
 def _told(paths: tuple[str, ...], _states: tuple[tuple[str, int, int], ...]) -> str:
     """Schemas as JSON, by path."""
     value = f"{KEY}={', '.join(map(repr, paths))}"
+    # A compiled file knows the second of its source's last change: what is edited twice in it would stay as it was.
+    command = child_command("rlhpc.base.own_tools", *paths)
+    return _said(command, "", f"{value}: importing them", PYTHONDONTWRITEBYTECODE="1")
+
+
+def _said(command: Sequence[str], asked: str, what: str, **variables: str) -> str:
+    """Schemas as JSON, which a process prints; asked: its input.  Raises ConfigError, beginning with `what`."""
     try:
-        # A compiled file knows the second of its source's last change: what is edited twice in it would stay as it was.
-        environment = child_environment(PYTHONDONTWRITEBYTECODE="1")
         done = subprocess.run(
-            child_command("rlhpc.base.own_tools", *paths), capture_output=True, text=True, errors="replace",
-            env=environment, timeout=_MOST_S, check=False, stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, errors="replace", env=child_environment(**variables),
+            timeout=_MOST_S, check=False, input=asked,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{value}: importing them has not ended within {_MOST_S:g} s") from error
+        raise ConfigError(f"{what} has not ended within {_MOST_S:g} s") from error
     try:
         said = json.loads(done.stdout.splitlines()[-1])
         if "refused" not in said:
             return json.dumps(said["schemas"])
         raise ConfigError(said["refused"])
     except (ValueError, IndexError, KeyError, TypeError):
+        raise ConfigError(f"{what} ended with status {done.returncode}: {done.stderr[-300:]}") from None
+
+
+# -------------------------------------------------------------------------------------------------------------- servers
+#
+# Tools of servers, [mcp.NAME] of the run file.  A process of its own asks them, since the library takes a second to
+# import: rlhpc/environments/mcp.py, which also calls them.
+
+Servers = Mapping[str, Mapping[str, Any]]  # tables of the run file by name, as values of JSON
+_MOST_BYTES = 64 << 10  # of schemas: they are in every prompt, and in a variable of workers
+
+
+def schemas_of_servers(servers: Servers, *, anew: bool = False) -> dict[str, list[dict[str, Any]]]:
+    """JSON schemas of the tools of servers, by the servers' names; they are asked once in a process.
+
+    anew: ask again.  Raises ConfigError, with the key, for a server that cannot be started or asked, and for tools that
+    cannot be told to a model.
+    """
+    if not servers:
+        return {}
+    if anew:
+        _served.cache_clear()
+    found: dict[str, list[dict[str, Any]]] = json.loads(_served(json.dumps(servers)))
+    return found
+
+
+@lru_cache(maxsize=8)
+def _served(servers: str) -> str:
+    names = ", ".join(f"mcp.{name}" for name in json.loads(servers))
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError(f"{names}: the package mcp is not installed here; legal: pip install 'rlhpc[mcp]'")
+    said = _said(child_command("rlhpc.environments.mcp"), servers, f"{names}: asking for tools")
+    if (size := len(said.encode())) > _MOST_BYTES:
         raise ConfigError(
-            f"{value}: importing them ended with status {done.returncode}: {done.stderr[-300:]}"
-        ) from None
+            f"{names}: the schemas of their tools have {size:,} bytes, and every prompt would have them; legal: the "
+            f"names of a few in mcp.NAME.tools, {_MOST_BYTES:,} bytes at most"
+        )
+    return said
 
 
 def main(paths: Sequence[str]) -> int:

@@ -12,10 +12,11 @@ import resource
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -306,3 +307,35 @@ def own_children() -> list[int]:
         with suppress(OSError):
             found += [int(word) for word in path.read_text().split()]
     return found
+
+
+# ------------------------------------------------------------------------------------------------------- tied programs
+#
+# A program that ends with the process that started it, however that ends, together with all that it has started.
+#
+# A small process stands between the two: it adopts what the program leaves behind, in other sessions too, and kills it
+# all when the program ends, when it is told to end, or when its parent is gone.
+
+_TIED = "import sys; sys.path.insert(0, sys.argv[1]); from rlhpc.base.processes import run_tied; run_tied(sys.argv[2:])"
+
+
+def tied_command(words: Sequence[str]) -> list[str]:
+    """Return the words that run a program tied to this process; its variables and descriptors are its own."""
+    package = str(Path(__file__).resolve().parents[2])
+    return [sys.executable, "-I", "-c", _TIED, package, str(os.getpid()), *words]
+
+
+def run_tied(words: Sequence[str]) -> None:
+    """Run words[1:] until it ends, or words[0], the pid of this process's parent; exit with its status."""
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
+    adopt_orphans()
+    die_with(int(words[0]), signal.SIGTERM)
+    try:
+        program = subprocess.Popen(words[1:], preexec_fn=end_with_parent)  # this process has one thread
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1):  # the other ends shall see when the program closes its own
+            os.dup2(nothing, number)
+        status = wait_for_child(program.pid)
+    finally:
+        end_children()
+    sys.exit(status if status >= 0 else 128 - status)

@@ -375,7 +375,7 @@ def _rarity(place: str) -> int:
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """Tables of a run file by name; SEVERAL and [composite.NAME] may occur several times."""
+    """Tables of a run file by name; SEVERAL, [composite.NAME] and [mcp.NAME] may occur several times."""
     annotations = {name: field.annotation for name, field in Config.model_fields.items()}
     return {
         name: each
@@ -401,13 +401,11 @@ def _with_absolute_paths(config: Config) -> Config:
             "environment": config.environment.model_copy(
                 update={"corpus": config.environment.corpus and config.environment.corpus.absolute()}
             ),
-            "agent": config.agent.model_copy(
-                update={
-                    "command": tuple(
-                        str(Path(word).absolute()) if Path(word).is_file() else word for word in config.agent.command
-                    )
-                }
-            ),
+            "agent": config.agent.model_copy(update={"command": _with_absolute_files(config.agent.command)}),
+            "mcp": {
+                name: server.model_copy(update={"command": _with_absolute_files(server.command)})
+                for name, server in config.mcp.items()
+            },
             **{
                 name: tuple(
                     each.model_copy(update={"path": each.path and each.path.absolute()})
@@ -417,3 +415,7 @@ def _with_absolute_paths(config: Config) -> Config:
             },
         }
     )
+
+
+def _with_absolute_files(command: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(Path(word).absolute()) if Path(word).is_file() else word for word in command)

@@ -48,6 +48,7 @@ from rlhpc.config.tables_services import (
     TextConfig,
 )
 from rlhpc.config.tables_sft import DemonstrationsConfig, SftConfig
+from rlhpc.config.tables_tools import McpConfig
 from rlhpc.protocol.errors import ConfigError
 
 AUTO_PARTS = 4  # more parts gain little (python -m bench.admission)
@@ -99,6 +100,7 @@ class Config(Section):
     reward_model: RewardModelConfig = RewardModelConfig()
     composite: dict[Name, CompositeConfig] = Field(default={})
     environment: EnvironmentConfig = EnvironmentConfig()
+    mcp: dict[Name, McpConfig] = Field(default={})
     agent: AgentConfig = AgentConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -183,6 +185,11 @@ class Config(Section):
         """Tasks of which a composite is made; any other task alone."""
         composite = self.composite.get(task)
         return (task,) if composite is None else tuple(composite.tasks.values())
+
+    @property
+    def tool_servers(self) -> dict[str, dict[str, Any]]:
+        """[mcp.NAME] by name, as values of JSON."""
+        return {name: server.model_dump(mode="json") for name, server in self.mcp.items()}
 
     @property
     def has_critic(self) -> bool:

@@ -316,8 +316,8 @@ class EnvironmentConfig(Section):
         """`tools`, `corpus`: `data.environment` = `"tools"` needs tools, `"search"` a corpus, and vice versa; names of
         tools differ.
         """
-        if not self.tools and any(dataset.environment == "tools" for dataset in config.data):
-            yield f'data.environment="tools" needs {key}.tools, such as ["calculator"]'
+        if not (self.tools or config.mcp) and any(dataset.environment == "tools" for dataset in config.data):
+            yield f'data.environment="tools" needs {key}.tools, such as ["calculator"], or a server, [mcp.NAME]'
         if ("search" in self.tools) != (self.corpus is not None):
             yield (f'{key.corpus} with {key.tools}: the tool "search" and the documents that it searches go together')
         for name, tools in self._tools_by_name().items():

@@ -185,13 +185,15 @@ _TOOL: AnyMessage = {"type": "function", "function": {"name": "f", "description"
 class DialogueTemplate:
     """A model's chat template, applied message by message."""
 
-    def __init__(self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """tools: JSON schemas, which the template writes into the prompt.
+    def __init__(
+        self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]] = (), *, of_servers: str = ""
+    ) -> None:
+        """tools: JSON schemas, which the template writes into the prompt; of_servers: digest of those of servers.
 
         Raises ConfigError if the template cannot be applied message by message, or if its turns do not end with a
         special token.
         """
-        self._tokenizer, self._tools = tokenizer, tuple(tools)
+        self._tokenizer, self._tools, self.of_servers = tokenizer, tuple(tools), of_servers
         self._close = self._rendered((_ASKED, _ANSWERED), add_generation_prompt=False).rpartition(_MARK)[2]
         closing = tokenizer.encode_rendered(self._close)
         if not len(closing) or not self._ends_a_turn(int(closing[0])):
@@ -384,7 +386,8 @@ class PromptForm:
     def prompt(self, record: Record, prompt_id: int) -> Prompt:
         """Make the prompt of a record.  Raises DataError if that is impossible."""
         tokens, reference = self.tokens(record), self.reference(record)
-        return Prompt(prompt_id=prompt_id, task=self.task(record), token_ids=tokens, reference=reference)
+        tools = self._dialogue.of_servers if self._dialogue is not None else ""
+        return Prompt(prompt_id, self.task(record), tokens, reference, tools)
 
     def tokens(self, record: Record) -> Int32:
         """Tokens [Lp] of a record's prompt.  Raises DataError naming file, line and length if it is too long."""

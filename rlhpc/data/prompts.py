@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.base.own_tools import schemas_of_tools
+from rlhpc.base.own_tools import told_tools
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import WHOLE_RECORD
 from rlhpc.config.tables_algorithm import CurriculumConfig
@@ -249,7 +249,8 @@ def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
 
 def dialogue_template(config: Config, tokenizer: PromptTokenizer) -> DialogueTemplate:
     """The chat template of a run's model, with the tools of its environments.  Raises ConfigError."""
-    return DialogueTemplate(tokenizer, schemas_of_tools(config.environment.tools))
+    told = told_tools(config.environment.tools, config.tool_servers)
+    return DialogueTemplate(tokenizer, told.schemas, of_servers=told.of_servers)
 
 
 def seed_of_dataset(seed: int, place: int) -> int:

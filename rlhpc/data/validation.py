@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 import rlhpc
-from rlhpc.base.own_tools import schemas_of_tools
+from rlhpc.base.own_tools import told_tools
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import OWN_REWARD
 from rlhpc.data.files import dataset_files
@@ -288,7 +288,7 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
         ],
         "template": states_of([Path(config.judge.template_file)] if config.judge.template_file else []),
         "composites": {name: table.model_dump(mode="json") for name, table in config.composite.items()},
-        "tools": schemas_of_tools(config.environment.tools) if data.environment else [],  # prompts describe them
+        "tools": told_tools(config.environment.tools, config.tool_servers).schemas if data.environment else (),
         "curriculum": config.curriculum.model_dump(mode="json"),
         "generation": [config.generation.max_prompt_tokens, config.generation.max_completion_tokens],
         "files": states_of(files),

@@ -281,6 +281,7 @@ def turn_request(request: RolloutRequest, dataset: DataConfig, taken: TurnsTaken
         answer=taken.answer,
         reference=reference_of(prompt.reference, dataset.reference_field),
         is_last=taken.is_last,
+        tools=prompt.tools,
     )
 
 
@@ -296,6 +297,7 @@ async def answered(pool: RewardPool, request: TurnRequest) -> TurnReply:
             answer=request.answer,
             reference=request.reference,
             is_last=request.is_last,
+            tools=request.tools,
         )
     )
     verdict = Verdict.CORRECT if turn.is_correct else Verdict.WRONG

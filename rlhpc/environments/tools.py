@@ -16,20 +16,24 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from rlhpc.base.own_tools import OwnTool, load_tool
+from rlhpc.base.own_tools import OwnTool, digest_of_tools, load_tool
 from rlhpc.base.user_code import is_import_path
 from rlhpc.config.tables_services import EnvironmentConfig
-from rlhpc.protocol.environment import TOOL_SCHEMAS, Environment, Message, Step, tool_name
+from rlhpc.protocol.environment import MOST_KEPT, TOOL_SCHEMAS, Environment, Message, Step, tool_name
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.code_place import failure, limits_of, place
+from rlhpc.rewards.environments import servers_here
 from rlhpc.rewards.outcomes import NoReward
+
+if TYPE_CHECKING:
+    from rlhpc.environments.mcp import Sessions
 
 # ----------------------------------------------------------------------------------------------------------- calculator
 #
@@ -444,6 +448,17 @@ def _list(value: Any) -> list[Any]:
 Tool = Callable[..., Any]  # raises ValueError with a message for the policy; may be async
 
 
+class Described(Protocol):
+    """A tool that its own schema describes: OwnTool, or ServedTool of a server."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """JSON schema, as in TOOL_SCHEMAS."""
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments from those of a call.  Raises ValueError, with a message for the policy."""
+
+
 def open_tools(settings: EnvironmentConfig) -> dict[str, Tool]:
     """The tools of a run by name.  Raises ConfigError for a corpus that cannot be read, and for own ones that are none.
 
@@ -476,9 +491,13 @@ class ToolEnvironment(Environment):
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
         self.tools: dict[str, Tool] = open_tools(settings)
-        self._own = {each.name: each for each in own_tools(settings)}
+        self._described: dict[str, Described] = {each.name: each for each in own_tools(settings)}
+        self._served = servers_here()
+        self._sessions: Sessions | None = None
+        if self._served.tables:
+            self._add_servers()
         self._calls_in = FORMS[settings.call_form]
-        self._schemas = schemas_of([*TOOL_SCHEMAS.values(), *(each.schema for each in self._own.values())])
+        self._schemas = schemas_of([*TOOL_SCHEMAS.values(), *(each.schema for each in self._described.values())])
 
     @classmethod
     def open(cls, settings: EnvironmentConfig) -> Self:
@@ -500,14 +519,38 @@ class ToolEnvironment(Environment):
         """See Environment."""
         return tuple(self.tools)
 
+    def served_tools(self) -> str:
+        """See Environment."""
+        return digest_of_tools(self._served.schemas)
+
+    @property
+    def most_kept(self) -> int:
+        """See Environment: each dialogue may have sessions of servers, and their processes."""
+        own = (table.max_sessions for table in self._served.tables.values() if table.session == "dialogue")
+        return min(own, default=MOST_KEPT)
+
+    async def close(self) -> None:
+        """End the dialogue's sessions of servers."""
+        if self._sessions is not None:
+            await self._sessions.close()
+
+    def _add_servers(self) -> None:
+        """Add the tools of [mcp.NAME]."""
+        # Imported here because its library takes a second, which runs without servers are spared.
+        from rlhpc.environments.mcp import Sessions
+
+        self._sessions = Sessions(self._served.tables, self._served.schemas)
+        for name, tool in self._sessions.tools.items():
+            self._described[name], self.tools[name] = tool, partial(self._sessions.call, tool)
+
     async def _result(self, call: Call | CallError) -> str:
         if isinstance(call, CallError):
             return f"error: {call.why}"
         if call.name not in self.tools:
             return f"error: there is no tool {call.name!r}; there are {', '.join(self.tools)}"
-        own, tool = self._own.get(call.name), self.tools[call.name]
+        described, tool = self._described.get(call.name), self.tools[call.name]
         try:
-            result = tool(_argument(call)) if own is None else tool(**own.arguments(call.arguments))
+            result = tool(_argument(call)) if described is None else tool(**described.arguments(call.arguments))
             return _text(call.name, await result if inspect.isawaitable(result) else result)
         except ValueError as error:
             return f"error: {error}"

@@ -64,6 +64,7 @@ def tool_name(tool: str) -> str:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages: others are in no chat template
+MOST_KEPT = 1024
 Message = Mapping[str, str]  # {"role": "tool", "content": "…"}, for the chat template of the model
 
 
@@ -117,6 +118,15 @@ class Environment(ABC):
     def offered_tools(self) -> tuple[str, ...]:
         """Names of the tools that a turn may call: `rlhpc check` warns of those that prompts do not name."""
         return ()
+
+    def served_tools(self) -> str:
+        """Digest of the tools of [mcp.NAME] that a turn may call; prompts that tell of others are refused."""
+        return ""
+
+    @property
+    def most_kept(self) -> int:
+        """Dialogues that a worker keeps between turns; the one with the oldest last turn is then replayed if needed."""
+        return MOST_KEPT
 
     async def close(self) -> None:  # noqa: B027 - most have nothing to free
         """Free resources; not called if its process is killed."""

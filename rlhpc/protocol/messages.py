@@ -147,6 +147,7 @@ class TurnRequest:
     answer: str  # the last turn as that function is to read it
     reference: str
     is_last: bool  # a limit ends the dialogue with this turn
+    tools: str = ""  # Prompt.tools
 
 
 @dataclass(frozen=True, slots=True)

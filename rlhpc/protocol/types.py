@@ -56,6 +56,7 @@ class Prompt:
     task: str  # name of the reward function that judges answers
     token_ids: Int32  # [Lp]
     reference: str  # the correct answer, in the form that the reward function expects
+    tools: str = ""  # digest of the tools of servers of which it tells; "" if there are none
 
     def is_same(self, other: Prompt) -> bool:
         """True if id and tokens are equal: a chat template that writes the date changes tokens from day to day."""

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from rlhpc.base.own_tools import schemas_of_servers
 from rlhpc.base.user_code import did_you_mean, is_import_path, load, look_up, place_of, takes
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT, OWN_REWARD
 from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.config.tables_tools import McpConfig
 from rlhpc.protocol.contracts import RewardOutcome
-from rlhpc.protocol.environment import ROLES, Environment, Message, Step
+from rlhpc.protocol.environment import MOST_KEPT, ROLES, Environment, Message, Step
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.outcomes import DialogueRequest, JudgedOutcome, NoReward, Turn
 
@@ -89,7 +91,6 @@ def _import_path(name: str) -> str:
 
 log = logging.getLogger("rlhpc.environments")
 
-MOST_KEPT = 1024  # dialogues; the one with the oldest last turn is dropped first
 CORRECT_FROM = 1.0
 Judge = Callable[[str, str, str], RewardOutcome]  # task, completion, reference
 
@@ -175,6 +176,7 @@ class EnvironmentHost:
             self._classes[dialogue.environment] = resolve_environment(dialogue.environment, arguments)
         environment = self._classes[dialogue.environment].open(self._settings)
         try:
+            _refuse_other_tools(dialogue, environment)
             opening = await environment.reset(json.loads(dialogue.record))
         except BaseException:
             await _close(environment)
@@ -183,7 +185,7 @@ class EnvironmentHost:
 
     async def _keep(self, key: str, kept: _Kept) -> None:
         self._kept[key] = kept
-        if len(self._kept) > MOST_KEPT:
+        if len(self._kept) > min(MOST_KEPT, kept.environment.most_kept):
             _, oldest = self._kept.popitem(last=False)
             await _close(oldest.environment)
 
@@ -221,6 +223,17 @@ async def _close(environment: Environment) -> None:
         await environment.close()
     except Exception as error:  # noqa: BLE001  of the user's own: what comes after it counts
         log.warning("an environment cannot be closed: %r", error)
+
+
+def _refuse_other_tools(dialogue: DialogueRequest, environment: Environment) -> None:
+    """Raise NoReward if the prompt tells of other tools of servers than there are here."""
+    here = environment.served_tools()
+    if here and dialogue.tools and dialogue.tools != here:
+        raise NoReward(
+            "prompts of this run tell of other tools of [mcp.NAME] than the reward service was told when it started "
+            f"({', '.join(environment.offered_tools())}): a server was changed meanwhile, or is another one on this "
+            "node; the run has to be started again with one and the same"
+        )
 
 
 def _continues(dialogue: DialogueRequest, kept: _Kept) -> bool:
@@ -262,17 +275,38 @@ def _texts(message: Mapping[str, Any]) -> list[Any]:
 
 
 def variables_of(config: Config) -> dict[str, str]:
-    """Environment variables that tell a reward worker the environments of its run."""
+    """Environment variables that tell a reward worker the environments of its run, and the tools of its servers.
+
+    Raises ConfigError for a server that cannot be asked.
+    """
     names = list(dict.fromkeys(each.environment for each in config.data if each.environment not in ("", AGENT)))
     if not names:
         return {}
-    return {VARIABLE: json.dumps({"settings": config.environment.model_dump(mode="json"), "names": names})}
+    told: dict[str, Any] = {"settings": config.environment.model_dump(mode="json"), "names": names}
+    if servers := config.tool_servers:
+        told |= {"servers": servers, "served": schemas_of_servers(servers)}
+    return {VARIABLE: json.dumps(told)}
 
 
 def environments_here() -> tuple[EnvironmentConfig, list[str]]:
     """(settings, names of environments) of this worker's run."""
     read = json.loads(os.environ.get(VARIABLE, "{}"))
     return EnvironmentConfig.model_validate(read.get("settings", {})), read.get("names", [])
+
+
+@dataclass(frozen=True, slots=True)
+class ServedHere:
+    """Servers of tools of this worker's run."""
+
+    tables: Mapping[str, McpConfig]  # by name
+    schemas: Mapping[str, list[dict[str, Any]]]  # of their tools, as the reward service was told
+
+
+def servers_here() -> ServedHere:
+    """Servers of tools of this worker's run; none outside of a worker."""
+    read = json.loads(os.environ.get(VARIABLE, "{}"))
+    tables = {name: McpConfig.model_validate(table) for name, table in read.get("servers", {}).items()}
+    return ServedHere(tables, read.get("served", {}))
 
 
 def judged_tasks(config: Config) -> tuple[str, ...]:

@@ -246,6 +246,12 @@ def check_json_schema(reference: str) -> None:
     _validator(reference)
 
 
+def why_invalid(value: Any, schema: str) -> str:
+    """Return the fault of a value under a schema in JSON, "" for none.  Raises ValueError if that is no schema."""
+    fault = best_match(islice(_validator(schema).iter_errors(value), _MOST_ERRORS))
+    return "" if fault is None else f"{fault.json_path}: {fault.message}"[:_SHOWN_CHARACTERS]
+
+
 @lru_cache(maxsize=256)
 def _validator(reference: str) -> Any:
     try:

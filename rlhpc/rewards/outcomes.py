@@ -655,6 +655,7 @@ class DialogueRequest(msgspec.Struct, array_like=True, frozen=True, tag="dialogu
     reference: str
     is_last: bool  # there will be no other turn, whether the environment is done or not
     memory_limit_bytes: int = 0  # as of a JudgeRequest
+    tools: str = ""  # digest of the tools of servers of which the prompt tells
 
 
 class Turn(Answered, array_like=True, frozen=True, tag="turn"):

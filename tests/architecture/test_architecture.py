@@ -39,6 +39,7 @@ DOORS = {
     "mpmath": {"rlhpc/rewards"},
     "bm25s": {"rlhpc/environments"},
     "jsonschema": {"rlhpc/rewards"},
+    "mcp": {"rlhpc/environments"},
     "reasoning_gym": {"rlhpc/data", "rlhpc/rewards"},
     "transformers": {"rlhpc/training", "rlhpc/generation", "launch/demo"},
     "safetensors": {"rlhpc/training", "rlhpc/weights"},

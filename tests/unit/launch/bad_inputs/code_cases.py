@@ -30,6 +30,11 @@ def tools(source: str, *names: str) -> Spoil:
     )
 
 
+def server(**table: object) -> Spoil:
+    """A server of tools that is this."""
+    return both(CHAT, key("data.environment", "tools", data__use_chat_template=True, mcp__files={**table}))
+
+
 SAYS = '    """Tell.\n\n    Args:\n        city: A city\n    """\n    return city\n'  # a tool's docstring and body
 
 REWARDS = (
@@ -102,6 +107,13 @@ ENVIRONMENTS = (
     case("a module without its environment", both(CHAT, module("class Game: pass\n", data={"environment": "mine", "use_chat_template": True})), "data.environment='mine'", "did you mean mine:CLASS? its classes: Game)"),
     case("tools without a chat template", key("data.environment", "tools", environment__tools=["calculator"]), "data.environment='tools'", "legal: use_chat_template=true"),
     case("tools without tools", both(CHAT, key("data.environment", "tools", data__use_chat_template=True)), "environment.tools"),
+    case("a server of tools twice", server(command=["files"], url="http://node7/mcp"), "mcp.files.command=['files'] with mcp.files.url=…", "legal: one of them"),
+    case("a server of tools nowhere", server(), "mcp.files.command=[] with mcp.files.url=''", "legal: one of them"),
+    case("headers for a program", server(command=["files"], header_variables={"X": "KEY"}), "mcp.files.header_variables is for mcp.files.url", "legal: leave it out"),
+    case("a key in the address of a server", server(url="http://me:secret@node7/mcp"), "mcp.files.url=…; legal: http://HOST:PORT/mcp", "without a key in it"),
+    case("a prefix that is in no name", server(command=["files"], prefix="my."), "mcp.files.prefix='my.'", "legal: letters, digits, _ and -"),
+    case("a server that nobody calls", key("mcp.files", {"command": ["files"]}), "mcp.files has no effect", 'data.environment="tools"'),
+    case("a slow server", server(command=["files"], timeout_s=6.0), "mcp.files.timeout_s=6.0: twice that is not below the 10 s", "rewards.timeout_s"),
     case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools=['browser']: 'browser' is no tool", "legal: calculator, python, search, or package.module:function of your own"),
     case("a tool that is not there", tools(f"def wether(city: str):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", "mine.py has no 'weather'", "did you mean wether?"),
     case("a tool as Python writes it", tools(f"def weather(city: str):\n{SAYS}", "mine.weather"), "environment.tools=['mine.weather']", "did you mean mine:weather?"),
