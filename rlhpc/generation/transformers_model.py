@@ -10,7 +10,7 @@ is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,8 @@ TRIAL_TOKENS = 3
 class SampledModel:
     """A causal language model, and the part of it that a version overwrites."""
 
-    def __init__(self, module: Any, stored: Mapping[str, Any]) -> None:
-        """module: on its device; stored: the tensors of its checkpoint, by name."""
+    def __init__(self, module: Any, stored: Collection[str]) -> None:
+        """module: on its device; stored: names of the tensors of its checkpoint."""
         self.module = module
         self._head = _FloatHead.of(module)
         self._places = {
@@ -74,7 +74,8 @@ class SampledModel:
                 path, config=settings, dtype=dtype, attn_implementation=attention, local_files_only=True,
                 output_loading_info=True, **unpacks,
             )  # fmt: skip
-            stored = {name: None for file in weight_files(path) for name in read_header(file)}
+            headers = (name for file in weight_files(path) for name in read_header(file))
+            stored = frozenset(name.removesuffix("_blocks") for name in headers)  # as they are called unpacked
         except (OSError, ValueError, RuntimeError) as error:  # the last for tensors of other shapes
             raise EngineError(f"model.path={path}: transformers cannot load this model: {error}") from error
         if missing := sorted(loaded["missing_keys"]):
