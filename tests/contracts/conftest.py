@@ -12,6 +12,7 @@ from tests.contracts.trainer_cluster import ClusterPool, TrainerCluster
 from tests.contracts.trainer_layouts import (
     EVERYDAY,
     LAYOUTS,
+    MORE_LAYOUTS,
     layout_keys,
     make_model,
     marks_of,
@@ -25,7 +26,7 @@ POOL = pytest.StashKey[ClusterPool]()
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring together the tests of one layout, within each file: its processes are then up."""
-    order = list(LAYOUTS)
+    order = [*LAYOUTS, *MORE_LAYOUTS]
     places = [index for index, item in enumerate(items) if _layout_of(item) in order]
     in_order = sorted((items[i] for i in places), key=lambda item: (str(item.path), order.index(_layout_of(item))))
     for place, item in zip(places, in_order, strict=True):

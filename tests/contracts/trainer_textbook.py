@@ -16,7 +16,7 @@ from rlhpc.algorithms.policy_loss import make_policy_loss
 from rlhpc.config.tables_algorithm import AlgorithmConfig
 from rlhpc.protocol.types import TensorSpec, TrainingSample
 from rlhpc.training.logprob import token_row
-from rlhpc.weights.hf_names import on_disk, views_on_disk
+from rlhpc.weights.hf_names import name_of, on_disk, views_on_disk
 from tests.contracts.trainer_scenarios import STEP
 from tests.unit.training.packed_rows import clipped_surrogate, num_loss_tokens, pack_row
 
@@ -72,9 +72,11 @@ def torch_training(hf: Any, steps: list[list[TrainingSample]], temperature: floa
 
 def weights_on_disk(hf: Any) -> dict[str, Tensor]:
     """Parameters by the names of a checkpoint, a tied head under the embedding's alone."""
+    fused = dict(hf.named_parameters()) if hf.config.model_type == "gpt_oss" else {}  # experts on disk as in memory
+    named = [(name_of(name, fused), parameter) for name, parameter in hf.named_parameters()]
     return {
         spec.name: view.detach()
-        for name, parameter in hf.named_parameters()
+        for name, parameter in named
         for spec, view in zip(
             on_disk(TensorSpec(name, "float32", tuple(parameter.shape))), views_on_disk(name, parameter), strict=True
         )
