@@ -28,17 +28,23 @@ EVERY_TIME = (
     *((each, "vllm") for each in ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_5")),
     ("qwen3_5", "transformers"),
 )
+MEGATRON: dict[str, object] = {"backend": "megatron", "num_ranks": 2, "context_parallel": 2}
 
 
 @pytest.mark.parametrize(
-    ("family", "engine", "victim"),
+    ("family", "engine", "victim", "trainer"),
     [
-        pytest.param(*case, ("trainer", "generator")[index % 2], marks=() if case in EVERY_TIME else pytest.mark.soak)
-        for index, case in enumerate(CASES)
+        *(
+            pytest.param(
+                *case, ("trainer", "generator")[index % 2], {}, marks=() if case in EVERY_TIME else pytest.mark.soak
+            )
+            for index, case in enumerate(CASES)
+        ),
+        ("olmo3", "vllm", "trainer", MEGATRON),
     ],
 )
 def test_twenty_steps_with_a_kill_in_the_middle_are_trained_once_each_and_the_audit_is_clean(
-    family: str, engine: str, victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, engine: str, victim: str, trainer: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab, gate = make_lab(tmp_path, family), tmp_path / "gate"
     monkeypatch.setenv(GATE, str(gate))
@@ -52,6 +58,7 @@ def test_twenty_steps_with_a_kill_in_the_middle_are_trained_once_each_and_the_au
         generation={"engine": engine},
         weights={"canary_every": 5},
         checkpoint={"every_steps": 5},
+        trainer=trainer,
     )
     layout = lab.layout(family)
     with Run(run_file, layout) as run:
