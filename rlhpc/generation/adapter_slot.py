@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 from rlhpc.generation.adapter_tensors import POLICY, Pair, fitting_pairs, pairs_of
 from rlhpc.generation.vllm_start import FOUR_BITS, MXFP4
 from rlhpc.models.adapter import is_quantised
+from rlhpc.models.shape import INNER
 from rlhpc.protocol.errors import GroupFailed
 from rlhpc.protocol.types import WeightManifest
 from rlhpc.weights.four_bits import from_mxfp4, in_four_bits, unpacked
@@ -71,8 +72,8 @@ class AdapterSlot:
         manager = runner.get_model().lora_manager
         self._indices = {number: manager.lora_index_to_id.index(number) for number in numbers}
         self._layers: dict[str, Any] = dict(manager.modules)
-        self._places = dict(_places(manager))
         self._rank, self._modules, self._base = rank, frozenset(modules), base
+        self._places = _as_on_disk(dict(_places(manager)), self._modules)
         if unserved := sorted(self._modules - self._places.keys()):
             raise GroupFailed(f"vLLM keeps no adapter of {', '.join(unserved)}; legal: weights.form='merged'")
         ours = [
@@ -138,10 +139,25 @@ class AdapterSlot:
         for module, pair in pairs.items():
             place = self._places[module]
             found.setdefault(place.layer, [None] * place.num_parts)[place.part] = pair
-        return found
+        return {layer: self._cut(layer, parts) for layer, parts in found.items()}
+
+    def _cut(self, layer: str, parts: list[Pair | None]) -> list[Pair | None]:
+        """Cut a module in vLLM's parts of it, which have A in common: queries, keys and values of a Gated DeltaNet."""
+        counts = _CUT.get(layer.rpartition(".")[2])
+        if counts is None or len(counts) != len(parts):
+            return parts
+        rooms, cut = iter(_buffers(self._layers[layer])), list[Pair | None]()
+        ranks = getattr(self._layers[layer], "tp_size", 1)
+        for pair, count in zip(parts, counts, strict=True):
+            sizes = [ranks * next(rooms).b.shape[-2] for _ in range(count)]
+            if pair is not None and sum(sizes) != pair.b.shape[0]:
+                return parts  # which _refuse_shapes tells of
+            cut += [None] * count if pair is None else [Pair(pair.a, b) for b in pair.b.split(sizes)]
+        return cut
 
     def _refuse_shapes(self, version: str, name: str, parts: Sequence[Pair | None]) -> None:
-        layer, names = self._layers[name], {place: module for module, place in self._places.items()}
+        layer = self._layers[name]
+        names = {(place.layer, place.part): module for module, place in self._places.items()}
         buffers = cycle(_buffers(layer))  # of one expert as of the other
         for part, (given, own, room) in enumerate(zip(parts, _shares(layer, parts), buffers, strict=False)):
             if given is None or own is None:
@@ -149,7 +165,7 @@ class AdapterSlot:
             wanted = [self._rank, room.a.shape[-1]], [room.b.shape[-2], self._rank]
             if (list(own.a.shape), list(own.b.shape)) != wanted:
                 raise GroupFailed(
-                    f"{version}: A and B of {names[_SlotPart(name, part, len(parts))]} are {list(given.a.shape)} and "
+                    f"{version}: A and B of {names.get((name, part), name)} are {list(given.a.shape)} and "
                     f"{list(given.b.shape)}; this worker has room for its share, {wanted[0]} and {wanted[1]}"
                 )
 
@@ -226,6 +242,15 @@ def _places(manager: Any) -> Iterator[tuple[str, _SlotPart]]:
         modules = manager.packed_modules.get(layer, [layer])
         for part, module in enumerate(modules):
             yield module, _SlotPart(layer, part, len(modules))
+
+
+_CUT: Mapping[str, tuple[int, ...]] = {"in_proj_qkvz": (3, 1)}  # vLLM's layer → its parts of each joined module
+
+
+def _as_on_disk(places: Mapping[str, _SlotPart], modules: Iterable[str]) -> dict[str, _SlotPart]:
+    """Places by the modules' names in a checkpoint, in which the language model may stand inside a larger one."""
+    inside = {module: module.replace(f".{INNER}.", ".", 1) for module in modules if f".{INNER}." in module}
+    return {**places, **{module: places[name] for module, name in inside.items() if name in places}}
 
 
 def _shares(layer: Any, parts: Sequence[Pair | None]) -> list[Pair | None]:

@@ -176,8 +176,8 @@ def refuse_unserved_adapters(
             f"lora.targets={targets}: vLLM multiplies {absorbed[0]} into other matrices of latent attention when it "
             "starts, and would ignore an adapter of it; legal: other lora.targets"
         )
-    elif unserved := sorted({name for name in layers if ".linear_attn." in name or f".{INNER}." in name}):
-        why = f"weights.form='adapter' with lora.targets={targets}: {unserved[0]} was not tried in vLLM; legal: others"
+    elif unserved := _unserved_hybrid(targets, layers, device):
+        why = unserved
     elif device == "cpu" and num_experts(model):
         why = "weights.form='adapter': with adapters vLLM has no kernel for a mixture of experts on a CPU; legal: a GPU"
     elif device == "cuda" and dtype == "float32":
@@ -185,6 +185,22 @@ def refuse_unserved_adapters(
     else:
         return
     raise ConfigError(f"{why}, or weights.form='merged'")
+
+
+def _unserved_hybrid(targets: Sequence[str], layers: Collection[str], device: str) -> str:
+    """Reason why vLLM holds no adapters of these layers of a model with Gated DeltaNets; "" if it does."""
+    if mixed := sorted(name for name in layers if name.endswith((".in_proj_qkvz", ".in_proj_ba"))):
+        return (
+            f"weights.form='adapter' with lora.targets={list(targets)}: the rows of {mixed[0]} are ordered by key "
+            "heads, and vLLM cuts adapters of it otherwise; legal: other lora.targets"
+        )
+    inner = sorted(name for name in layers if f".{INNER}." in name)
+    if device == "cuda" and inner:
+        return (
+            f"weights.form='adapter': {inner[0]} is part of a model that also sees, whose adapters were tried in vLLM "
+            "on a CPU only; legal: a checkpoint of the language model alone"
+        )
+    return ""
 
 
 def refuse_idle_stages(config: Config, layers: Collection[str], num_layers: int) -> None:

@@ -18,11 +18,13 @@ import pytest_asyncio
 import torch
 
 from launch.checks.memory_plan import least_cache_bytes
+from rlhpc.base.hf_config import TEXT
 from rlhpc.generation.vllm_engine import VllmEngine
-from rlhpc.models.shape import INNER, WRAPPED, ModelShape
+from rlhpc.models.adapter import A, B
+from rlhpc.models.shape import EMBEDDING, HEAD, INNER, WRAPPED, ModelShape
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import Prefix, Rollout, RolloutRequest
-from tests.contracts.engine_subjects import LONG_PROMPT, VllmSubject, request_of, tiny_config
+from tests.contracts.engine_subjects import LONG_PROMPT, AdapterSubject, VllmSubject, request_of, tiny_config
 from tests.contracts.test_generation_engine import until_sampling
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
@@ -56,6 +58,25 @@ class HybridSubject(VllmSubject):
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor.bfloat16()) for name, tensor in super().weights(version)]
+
+
+class HybridAdapterSubject(AdapterSubject):
+    """Adapters by the names that modules have on disk."""
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        return {self._stored(name): shape for name, shape in super().layers().items()}
+
+    def merged(self, version: int) -> dict[str, torch.Tensor]:
+        """Whole weights in float64, by the reference's names."""
+        whole = {name: tensor.double() for name, tensor in self._base.items()}
+        whole.setdefault(HEAD, whole[EMBEDDING])
+        given = {name.replace(f".{INNER}.", ".", 1): tensor.double() for name, tensor in self.weights(version)}
+        for module in {name.removesuffix(B) for name in given if name.endswith(B)}:
+            whole[f"{module}.weight"] += self.config.lora.scale * (given[module + B] @ given[module + A])
+        return whole
+
+    def _stored(self, name: str) -> str:
+        return _on_disk(name) if json.loads((self.config.model.path / "config.json").read_bytes()).get(TEXT) else name
 
 
 def _on_disk(name: str) -> str:
@@ -144,6 +165,26 @@ async def test_recompute_kv_computes_the_state_of_requests_in_flight_again(tmp_p
         for rollout in await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S):
             border = int(np.argmax(rollout.versions == 1))
             assert_sampled_by(subject, 1, rollout, slice(border, None))
+    finally:
+        await subject.engine.close()
+        subject.publisher.dissolve()
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3_5_text", False), ("qwen3_5", True)])
+async def test_an_adapter_of_every_layer_is_sampled_with_as_if_it_were_merged(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    lora = {"rank": 8, "alpha": 16.0, "targets": ("attention", "mlp")}
+    subject = await HybridAdapterSubject.start(tmp_path, family=family, tied=tied, dtype="bfloat16", lora=lora)
+    try:
+        await subject.join()
+        for version in (0, 1):
+            await subject.update(version)
+            rollout = await subject.engine.generate(asked(version, max_tokens=60))
+            difference = np.abs(rollout.behaviour_logprobs - subject.expected_logprobs(version, rollout))
+            assert (difference.mean() < FLOOR_MEAN, difference.max() < FLOOR) == (True, True), difference
+            other = np.abs(rollout.behaviour_logprobs - subject.expected_logprobs(1 - version, rollout))
+            assert other.mean() > 10 * FLOOR_MEAN
     finally:
         await subject.engine.close()
         subject.publisher.dissolve()

@@ -372,6 +372,28 @@ def test_an_adapter_that_vllm_would_ignore_is_refused_unless_it_is_merged(tmp_pa
     refuse_unserved_adapters(with_values(config, {"weights.form": "merged"}), layers, {"vocab_size": 100})
 
 
+@pytest.mark.parametrize(
+    ("layer", "device", "complaint"),
+    [
+        ("model.layers.0.linear_attn.in_proj_qkvz", "cpu", "ordered by key heads"),
+        ("model.layers.0.linear_attn.in_proj_ba", "cuda", "ordered by key heads"),
+        ("model.language_model.layers.0.self_attn.q_proj", "cuda", "part of a model that also sees"),
+        ("model.language_model.layers.0.self_attn.q_proj", "cpu", ""),
+        ("model.layers.0.linear_attn.in_proj_qkv", "cuda", ""),
+    ],
+)
+def test_adapters_of_hybrids_are_sent_alone_where_vllm_holds_them(
+    layer: str, device: str, complaint: str, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, dtype="bfloat16", lora=LORA)
+    refuse_unserved_adapters(with_values(config, {"weights.form": "merged"}), [layer], {}, device=device)
+    if not complaint:
+        refuse_unserved_adapters(config, [layer], {}, device=device)
+        return
+    with pytest.raises(ConfigError, match=rf"{complaint}.*; legal: .* or weights\.form='merged'"):
+        refuse_unserved_adapters(config, [layer], {}, device=device)
+
+
 # ------------------------------------------------------------------------------------------------------------- experts
 
 OF_EXPERTS = {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts"]}
