@@ -32,7 +32,7 @@ PLATFORMS = {  # with the oldest glibc that all wheels take (llguidance; on aarc
 }
 FROM_SOURCE = ("deepspeed", "hjson")  # have no wheels, and need no compiler
 OVERRIDES = ROOT / "requirements" / "cpu.overrides.txt"
-CPU_EXTRAS, GPU_EXTRAS, DOCS_EXTRAS = ("cpu", "demo", "dev"), ("gpu", "demo", "dev"), ("docs",)
+CPU_EXTRAS, GPU_EXTRAS, DOCS_EXTRAS = ("cpu", "demo", "dev", "examples"), ("gpu", "demo", "dev"), ("docs",)
 NOT_IN_CPU = ("torch", "setuptools")  # make setup takes torch first and alone; setuptools comes with it
 
 CPU_HEAD = """\

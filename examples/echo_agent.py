@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,21 @@ async def play(record: dict[str, Any]) -> float:
 
 def make(directory: Path) -> None:
     """Write train.jsonl and model/, an ordinary HF checkpoint whose chat template begins with a special token."""
+    tiny_model(directory / "model", tuple(CHARACTERS), pattern=r"[\s\S]")
+    rng = random.Random(0)
+    records = [{"digits": "".join(rng.choices("0123456789", k=3))} for _ in range(1000)]
+    (directory / "train.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def tiny_model(directory: Path, words: Sequence[str], pattern: str) -> None:
+    """Write a checkpoint of random weights; pattern: how a text is cut into words, each one token."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
@@ -53,15 +62,12 @@ def make(directory: Path) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(vocabulary), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
             initializer_range=0.06, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32",
         )
     )  # fmt: skip
-    model.save_pretrained(directory / "model")
-    made.save_pretrained(directory / "model")
-    rng = random.Random(0)
-    records = [{"digits": "".join(rng.choices("0123456789", k=3))} for _ in range(1000)]
-    (directory / "train.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    model.save_pretrained(directory)
+    made.save_pretrained(directory)
 
 
 if __name__ == "__main__":

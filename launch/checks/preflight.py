@@ -24,7 +24,7 @@ from rlhpc.base.own_tools import name_of, schemas_of_servers, told_tools
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.base.user_code import look_up
 from rlhpc.config.rules import Config, supervised
-from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
+from rlhpc.config.tables import AGENT, CONTAINER, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config.tables_services import LIBRARIES, runs_programs
 from rlhpc.config.tables_sft import DemonstrationsConfig
 from rlhpc.data.demonstrations import Demonstration, Demonstrations, open_demonstrations
@@ -110,7 +110,8 @@ def _what_prompts_tell(config: Config, place: int, found: DatasetSummary) -> Ite
         num, tried = found.num_references_doubted, found.num_references_checked
         are = "is" if num == 1 else "are"
         yield f"{num:,} of {tried:,} references {are} doubtful, the first at {found.doubted_reference}"
-    if 0 < found.num_distinct < _MOST_PROMPTS * found.num_records:
+    is_agents = data.environment == AGENT  # its prompts are all the beginning of a dialogue
+    if not is_agents and 0 < found.num_distinct < _MOST_PROMPTS * found.num_records:
         field, template = data.prompt_field, data.prompt_template
         key = f"data.prompt_field={field!r}" if field else f"prompt_template={template!r}"
         yield (
@@ -242,6 +243,7 @@ class Findings:
     max_positions: int
     datasets: Sequence[DatasetSummary]
     sandbox: str = ""  # isolation of programs on this node, if a task runs any
+    containers: str = ""  # those of tasks, tried on this node
     demonstrations: Demonstrations | None = None  # of supervised fine-tuning
 
     @property
@@ -330,6 +332,18 @@ def _sandbox_here(config: Config) -> str:
     return f"{layers.described()}; {described_languages(config.sandbox)}" if layers else ""
 
 
+def _containers_here(config: Config) -> str:
+    """Containers of tasks, tried on this node; "" if the run has none.  Raises ConfigError, DataError."""
+    if all(dataset.environment != CONTAINER for dataset in config.data):
+        return ""
+    from rlhpc.environments.container import check_containers  # loading numpy takes a while
+
+    try:
+        return check_containers(config)
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _models_can_be_asked(config: Config) -> None:
     """Raise ConfigError if a judge's or service's key is missing, or the reward model lacks the class that counts."""
     judge, tasks = config.judge, config.judging_tasks
@@ -355,7 +369,7 @@ def _look_at_prompts(
     refuse_unfit_teachers(config, tokenizer)
     if roles_run_here:
         _models_can_be_asked(config)
-    sandbox = _sandbox_here(config) if roles_run_here else ""
+    sandbox, containers = (_sandbox_here(config), _containers_here(config)) if roles_run_here else ("", "")
     longest = config.generation.max_tokens
     positions = int(model.get("max_position_embeddings") or longest)
     if longest > positions:
@@ -375,7 +389,7 @@ def _look_at_prompts(
         _refuse_thinking_that_never_ends(dataset.thinking_end, tokenizer, summary)
         refuse_ended_prompts(dataset, tokenizer, summary)
     _refuse_stops_that_never_come(config.generation.stop, tokenizer)
-    return Findings(model, tokenizer, shape, positions, found, sandbox)
+    return Findings(model, tokenizer, shape, positions, found, sandbox, containers)
 
 
 def _look_at_demonstrations(

@@ -84,6 +84,7 @@ def _check_run_file(options: argparse.Namespace) -> int:
     lines = _about_demonstrations(config, findings) if config.is_supervised else _about_prompts(config, findings)
     print("\n".join(lines))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
+    sandbox += [f"containers  {findings.containers}"] if findings.containers else []
     software = software_not_here(load_site(options.site)) if options.site else []
     odd = [f"warning     {line}" for line in unusual(config)]
     if not config.is_supervised:

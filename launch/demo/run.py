@@ -36,6 +36,7 @@ from launch.view.status import wait_for_run
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config, with_values
+from rlhpc.config.tables import CONTAINER
 from rlhpc.protocol.errors import ConfigError
 
 # ---------------------------------------------------------------------------------------------------------------- slurm
@@ -119,7 +120,7 @@ def _private_cluster() -> Iterator[DevCluster]:
 
 RUN_FILE = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_PROBLEMS = 8_000
-NUM_LOOKUPS = 4_000
+NUM_LOOKUPS, NUM_TASKS = 4_000, 500
 NUM_DEMONSTRATIONS, NUM_HELD_OUT = 4_000, 512
 SHOW_EVERY_STEPS = 100
 EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a half-trained model stalls
@@ -191,11 +192,15 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
 
 
 def _prepare_lookups(config: Config, directory: Path) -> None:
-    """Model, questions and documents of the demo of tools."""
+    """Model, questions and documents of the demo of tools; or model, tasks and image of the demo of containers."""
     began = time.monotonic()
     say("1/3  warm start: a tiny model learns to look things up, but mostly guesses")
-    warm = make_lookup_model(config.model.path, on_step=_show_step)
-    lookup.write_dataset(directory, NUM_LOOKUPS, seed=config.run.seed)
+    form = lookup.SHELL if config.data[0].environment == CONTAINER else lookup.SEARCH
+    warm = make_lookup_model(config.model.path, form=form, on_step=_show_step)
+    if form is lookup.SHELL:
+        lookup.write_tasks(directory, NUM_TASKS, seed=config.run.seed)
+    else:
+        lookup.write_dataset(directory, NUM_LOOKUPS, seed=config.run.seed)
     seconds = time.monotonic() - began
     say(f"     {warm.num_parameters:,} parameters, searches for {warm.accuracy:.0%} of the questions ({seconds:.0f} s)")
 

@@ -4,7 +4,8 @@ Input: JSON of a request.  Output: AgentRequest; Refused, which error_body() tel
 turn: a message of blocks (thinking, text, tool_use), or the events of a stream, each block in one delta.
 
 The results of tools in a user's message become messages of role tool, and its texts a message behind them; several
-texts are lines.  A result's is_error is not read: its text says so.
+texts are lines.  A result's is_error is not read: its text says so.  A turn that generation.stop has ended says
+end_turn.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _FIXED: Fixed = MappingProxyType(
         "top_p": (1,),
         "top_k": (-1, 0),
         "mcp_servers": ([],),
+        "thread": (False,),
         "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     }
 )
@@ -49,9 +51,10 @@ _FIXED: Fixed = MappingProxyType(
 _IDLE = frozenset(
     {
         "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stream", "metadata", "service_tier",
-        "thinking", "cache_control", "inference_geo", "output_config", "betas",
+        "thinking", "cache_control", "inference_geo", "output_config", "betas", "diagnostics", "speed", "fallbacks",
     }
 )  # fmt: skip
+_NO_THREAD = "thread_unsupported_request"  # Anthropic's, upon which its client goes on without
 _ROLES = ("user", "assistant", "system")
 _BETWEEN = "\n"  # text blocks
 
@@ -59,6 +62,8 @@ _BETWEEN = "\n"  # text blocks
 def read_messages(body: object, run: SamplingSettings) -> AgentRequest:
     """Parse a request for a message.  Raises Refused."""
     asked = object_of(body)
+    if asked.get("thread"):
+        raise Refused("thread: no messages are held here; each request repeats them all", code=_NO_THREAD)
     refuse_other_distributions(asked, run, idle=_IDLE, fixed=_FIXED, stop="stop_sequences")
     _refuse_other_choices(asked)
     messages = list_of("messages", asked.get("messages"))
@@ -231,7 +236,8 @@ _TYPES: Mapping[int, str] = MappingProxyType(
 
 
 def error_body(status: int, message: str, code: str) -> dict[str, Any]:
-    """An error in Anthropic's shape; code: ours, which it has no place for."""
+    """An error in Anthropic's shape."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     said = f"prompt is too long: {message}" if code == FULL else message  # Anthropic's words, by which clients know it
-    return {"type": "error", "error": {"type": kind, "message": said, "code": code}, "request_id": None}
+    details = {"error_code": code} | ({"unsupported": ["thread"]} if code == _NO_THREAD else {})
+    return {"type": "error", "error": {"type": kind, "message": said, "details": details}, "request_id": None}

@@ -37,6 +37,7 @@ from rlhpc.config.tables_models import RewardModelConfig, ServiceConfig, Service
 from rlhpc.config.tables_services import (
     AgentConfig,
     CompositeConfig,
+    ContainerConfig,
     EnvironmentConfig,
     EvaluationConfig,
     InstructionsConfig,
@@ -101,6 +102,7 @@ class Config(Section):
     composite: dict[Name, CompositeConfig] = Field(default={})
     environment: EnvironmentConfig = EnvironmentConfig()
     mcp: dict[Name, McpConfig] = Field(default={})
+    container: ContainerConfig = ContainerConfig()
     agent: AgentConfig = AgentConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

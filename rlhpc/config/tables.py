@@ -48,6 +48,7 @@ from rlhpc.config.tables_algorithm import DISTILLATION, OF_REWARDS
 if TYPE_CHECKING:
     from rlhpc.config.rules import Config
 
+CONTAINER = "container"  # as data.environment: a shell in a container, and tests that give the reward
 AGENT = "agent"  # as data.environment: a program of the user's own that samples over HTTP
 
 
@@ -593,7 +594,7 @@ class DataConfig(Section):
 
     path: LoosePath | None = None
     """A .jsonl, .json, .csv, .tsv, .parquet or .arrow file, plain, .gz or .zst; or a directory of them, also one that
-    `datasets` saved."""
+    `datasets` saved; or of task directories in Harbor's form."""
     split: Annotated[str, only_with("data.path")] = ""
     """"train", "validation", "test": the files of a directory that are named so; "all": every file. Required where a
     directory has several splits."""
@@ -612,8 +613,8 @@ class DataConfig(Section):
     """Name of the reward function (docs/rewards.md lists them); optional with a source, which has its own."""
     environment: str = ""
     """What the policy interacts with over several turns (docs/environments.md): "tools", or package.module:Class;
-    "gymnasium" or "verifiers": environment.id of these libraries; "agent": a program of yours that samples over HTTP
-    (docs/environments.md); default: single-turn."""
+    "gymnasium" or "verifiers": environment.id of these libraries; "container": a shell in a task's container; "agent":
+    a program of yours that samples over HTTP (docs/environments.md); default: single-turn."""
     task_field: Annotated[str, only_with("data.tasks", why="the field's values, and the reward function of each")] = ""
     """Field of the record whose value `tasks` maps to a reward function; a record without it uses `task`."""
     tasks: Annotated[dict[str, str], only_with("data.task_field")] = Field(default={})

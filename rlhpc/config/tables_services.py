@@ -37,7 +37,7 @@ from rlhpc.config.setting import (
     only_with,
     rule,
 )
-from rlhpc.config.tables import AGENT, AVERAGED, title_of
+from rlhpc.config.tables import AGENT, AVERAGED, CONTAINER, title_of
 from rlhpc.protocol.environment import TOOL_SCHEMAS, tool_name
 
 if TYPE_CHECKING:
@@ -245,6 +245,48 @@ class AgentConfig(Section):
             )
 
 
+_SHELL = "shell"  # the tool
+
+
+class ContainerConfig(Section):
+    """[container]: containers of the tasks of data.environment = "container"."""
+
+    whole_table = (only_with("data.environment", CONTAINER),)
+
+    images: NamedPath = ""
+    """Directory of the images that tasks name by environment.docker_image in their task.toml."""
+    root_cache: NamedPath = ""
+    """Directory of unpacked images on each node's own disk; default: /tmp/rlhpc-roots-UID."""
+    command_s: Annotated[Duration, Usual(0.1, 3600, SECONDS)] = 20.0
+    """Time of all commands of a turn together; one that takes longer is killed, and the policy is told."""
+    tests_s: Annotated[Duration, Usual(0.1, 7200, SECONDS)] = 60.0
+    """Time of a task's tests, or less if its task.toml says so; tests that take longer give no reward."""
+    processes: Annotated[Positive, Usual(2, 1e5, PROCESSES)] = 64
+    """Maximum processes and threads of a container."""
+    memory_bytes: Annotated[Positive, Usual(1e7, 1e13, BYTES)] = 1 << 30
+    """Maximum memory of all processes of a container, or less if its task.toml says so."""
+    disk_bytes: Annotated[Positive, Usual(1e6, 1e13, BYTES)] = 256 << 20
+    """Maximum size of what a container writes, which is kept in memory, or less if its task.toml says so."""
+    idle_s: Annotated[Duration, Usual(10, 86400, SECONDS)] = 900.0
+    """A container without a command for so long is ended; if its dialogue goes on, its commands are run again."""
+    keep_processes: bool = False
+    """Keep what a command leaves running until the container ends, tests included, for tasks that start servers."""
+
+    @rule
+    def commands_end_before_their_verifier(self, config: Config, key: Keys) -> Faults:
+        """`command_s` and `tests_s` together: below `rewards.timeout_s`, or `task_timeout_s` of the task; otherwise a
+        slow command would count as a failed verifier.
+        """
+        for dataset in config.data:
+            limit_s = min(map(config.rewards.timeout_of, dataset.all_tasks))
+            if dataset.environment == CONTAINER and self.command_s + self.tests_s >= limit_s:
+                yield (
+                    f"{key.command_s} and {key.tests_s} are not below rewards.timeout_s={limit_s:g} together: a slow "
+                    "command would count as a failed verifier; legal: a larger rewards.timeout_s, or "
+                    "rewards.task_timeout_s"
+                )
+
+
 LIBRARIES = ("gymnasium", "verifiers")  # environments of other packages, each with an extra of its name
 
 
@@ -276,7 +318,8 @@ class EnvironmentConfig(Section):
     tokens."""
     tools: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_can_be_called)] = ()
     """Tools of the environment "tools", described to the model by its chat template: "calculator", "python", "search",
-    or package.module:function of your own, with type hints and a docstring."""
+    or package.module:function of your own, with type hints and a docstring. "container" has "shell", and may have
+    others."""
     call_form: Literal["hermes", "llama3", "qwen3_coder"] = "hermes"
     """How the model writes a call: "hermes", as Qwen3: <tool_call>{json}</tool_call>; "llama3": the turn is the call;
     "qwen3_coder", as Qwen3.5: <tool_call><function=…><parameter=…>…"""
@@ -313,11 +356,17 @@ class EnvironmentConfig(Section):
 
     @rule
     def tools_have_what_they_need(self, config: Config, key: Keys) -> Faults:
-        """`tools`, `corpus`: `data.environment` = `"tools"` needs tools, `"search"` a corpus, and vice versa; names of
-        tools differ.
+        """`tools`, `corpus`: `data.environment` = `"tools"` needs tools, `"container"` the tool `"shell"`, `"search"` a
+        corpus, and vice versa; names of tools differ.
         """
         if not (self.tools or config.mcp) and any(dataset.environment == "tools" for dataset in config.data):
             yield f'data.environment="tools" needs {key}.tools, such as ["calculator"], or a server, [mcp.NAME]'
+        with_calls = {dataset.environment for dataset in config.data} & {"tools", CONTAINER}
+        if CONTAINER in with_calls if _SHELL not in self.tools else with_calls != {CONTAINER}:
+            yield (
+                f'{key.tools}: the tool "shell" and data.environment="{CONTAINER}" go together, without datasets of '
+                f'data.environment="tools"; legal for it: {key}.tools = ["shell"]'
+            )
         if ("search" in self.tools) != (self.corpus is not None):
             yield (f'{key.corpus} with {key.tools}: the tool "search" and the documents that it searches go together')
         for name, tools in self._tools_by_name().items():

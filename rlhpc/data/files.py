@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, cast
 from rlhpc.base.files import is_lfs_pointer, write_atomically
 from rlhpc.base.near_names import near_hint
 from rlhpc.config.tables import COMPRESSIONS
+from rlhpc.data.tasks import TASK_FILE, files_of_tasks, is_task_file, record_of
 from rlhpc.protocol.errors import DataError
 
 # -------------------------------------------------------------------------------------------------------- record writer
@@ -93,7 +94,7 @@ def dataset_files(path: Path, split: str = "") -> list[Path]:
     Raises DataError: no file, no known format, no such split, or several splits and none is chosen.
     """
     if path.is_dir():
-        return _files_of_directory(path, split)
+        return files_of_tasks(path) or _files_of_directory(path, split)
     if not path.exists():
         parent = next(p for p in path.absolute().parents if p.is_dir())
         raise DataError(f"data.path={path} does not exist; {_whats_in(parent)}{_meant(path, parent)}{_remedy(path)}")
@@ -240,6 +241,10 @@ def read_rows(file: Path) -> Rows:
         ".parquet": _parquet,
         ".arrow": _arrow,
     }
+    if is_task_file(file):
+        if file.name == TASK_FILE:
+            yield record_of(file), 1
+        return
     try:
         if is_lfs_pointer(file):
             raise DataError(f"{file}: a pointer of Git LFS, not the data; fetch it: git lfs pull")

@@ -465,12 +465,16 @@ def open_tools(settings: EnvironmentConfig) -> dict[str, Tool]:
     Those of the user take keyword arguments, the others a text.
     """
 
-    known: dict[str, Tool] = {"calculator": calculate, "python": run_python}
+    known: dict[str, Tool] = {"calculator": calculate, "python": run_python, "shell": _no_shell}
     if settings.corpus is not None:
         collection = open_collection(settings.corpus)
         known["search"] = lambda query: collection.found(query, settings.num_documents)
     own = {each.name: each.function for each in own_tools(settings)}
     return {tool_name(tool): (own if is_import_path(tool) else known)[tool_name(tool)] for tool in settings.tools}
+
+
+def _no_shell(_command: str) -> str:
+    raise ValueError("there is no container")  # the environment "container" puts its own in this place
 
 
 def own_tools(settings: EnvironmentConfig) -> list[OwnTool]:

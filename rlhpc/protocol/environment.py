@@ -51,6 +51,12 @@ TOOL_SCHEMAS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "search": _function(
             "search", "Search a collection of documents and return those that fit best.", "query", "a few words"
         ),
+        "shell": _function(
+            "shell",
+            "Run a shell command in the task's container and return what it prints. Files last, processes do not.",
+            "command",
+            "for example ls -la",
+        ),
     }
 )
 

@@ -19,8 +19,8 @@ from typing import Any
 from rlhpc.base.own_tools import schemas_of_servers
 from rlhpc.base.user_code import did_you_mean, is_import_path, load, look_up, place_of, takes
 from rlhpc.config.rules import Config
-from rlhpc.config.tables import AGENT, OWN_REWARD
-from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.config.tables import AGENT, CONTAINER, OWN_REWARD
+from rlhpc.config.tables_services import ContainerConfig, EnvironmentConfig
 from rlhpc.config.tables_tools import McpConfig
 from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.protocol.environment import MOST_KEPT, ROLES, Environment, Message, Step
@@ -34,6 +34,7 @@ VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: the environments of its r
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
+        "container": "rlhpc.environments.container:ContainerEnvironment",
         "gymnasium": "rlhpc.environments.gymnasium:GymnasiumEnvironment",
         "tools": "rlhpc.environments.tools:ToolEnvironment",
         "verifiers": "rlhpc.environments.verifiers:VerifiersEnvironment",
@@ -285,6 +286,8 @@ def variables_of(config: Config) -> dict[str, str]:
     told: dict[str, Any] = {"settings": config.environment.model_dump(mode="json"), "names": names}
     if servers := config.tool_servers:
         told |= {"servers": servers, "served": schemas_of_servers(servers)}
+    if any(each.environment == CONTAINER for each in config.data):
+        told |= {"container": config.container.model_dump(mode="json")}
     return {VARIABLE: json.dumps(told)}
 
 
@@ -307,6 +310,11 @@ def servers_here() -> ServedHere:
     read = json.loads(os.environ.get(VARIABLE, "{}"))
     tables = {name: McpConfig.model_validate(table) for name, table in read.get("servers", {}).items()}
     return ServedHere(tables, read.get("served", {}))
+
+
+def containers_here() -> ContainerConfig:
+    """Settings of the containers of this worker's run."""
+    return ContainerConfig.model_validate(json.loads(os.environ.get(VARIABLE, "{}")).get("container", {}))
 
 
 def judged_tasks(config: Config) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ Kind = Literal["python", "binary", "compiler"]
 _ROOT = Path(__file__).parents[2]
 _COMMAND = (  # dies of Ctrl-C without a traceback, also while it loads
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.path.insert(0, {root!r}); "
-    "from rlhpc.sandbox.server import main; main({fd})"
+    "from rlhpc.sandbox.{module} import main; main({fd})"
 )
 _START_S = 60.0
 _GRACE_S = 10.0  # beyond the wall time, for the server's own work on a busy node
@@ -219,38 +219,50 @@ class Sandbox:
             server.wait()
 
     def _start_server(self) -> Layers:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = _COMMAND.format(root=str(_ROOT), fd=theirs.fileno())
-        libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        python = _located(self._settings.python or sys.executable)
-        with theirs:
-            try:
-                self._server = subprocess.Popen(
-                    [python, "-I", "-X", "utf8", "-c", command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    env=libraries,
-                    cwd="/",
-                    pass_fds=[theirs.fileno()],
-                )
-            except OSError as error:
-                ours.close()
-                raise SandboxError(f"sandbox: {python} does not start: {error.strerror}") from error
-        self._channel = ours
-        assert self._server.stderr is not None
-        with self._server.stderr as complaints:
-            ours.settimeout(_START_S)
-            said = b""
-            with contextlib.suppress(OSError):
-                ours.send(json.dumps({"readable_paths": list(self._settings.readable_paths)}).encode())
-                said = ours.recv(_LONGEST_MESSAGE)
-            if not said:
-                self._server.kill()
-                why = complaints.read().decode(errors="replace").strip()[-500:]
-                self.close()
-                raise SandboxError(f"sandbox: {command!r} of {python} failed: {why}")
-        return Layers(json.loads(said))
+        settings = {"readable_paths": list(self._settings.readable_paths)}
+        self._server, self._channel, said = start_server("server", settings, self._settings.python)
+        return Layers(said)
+
+
+def start_server(
+    module: str, settings: dict[str, Any], python: str = ""
+) -> tuple[subprocess.Popen[bytes], socket.socket, dict[str, Any]]:
+    """Start the `main` of a module of this package.  Returns (process, connection, its answer to the settings).
+
+    python: its interpreter, "" for this one.  Raises SandboxError.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = _COMMAND.format(root=str(_ROOT), module=module, fd=theirs.fileno())
+    libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    python = _located(python or sys.executable)
+    with theirs:
+        try:
+            server = subprocess.Popen(
+                [python, "-I", "-X", "utf8", "-c", command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=libraries,
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+            )
+        except OSError as error:
+            ours.close()
+            raise SandboxError(f"sandbox: {python} does not start: {error.strerror}") from error
+    assert server.stderr is not None
+    with server.stderr as complaints:
+        ours.settimeout(_START_S)
+        said = b""
+        with contextlib.suppress(OSError):
+            ours.send(json.dumps(settings).encode())
+            said = ours.recv(_LONGEST_MESSAGE)
+        if not said:
+            server.kill()
+            why = complaints.read().decode(errors="replace").strip()[-500:]
+            ours.close()
+            server.wait()
+            raise SandboxError(f"sandbox: {command!r} of {python} failed: {why}")
+    return server, ours, json.loads(said)
 
 
 def _located(python: str) -> str:

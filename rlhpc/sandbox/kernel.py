@@ -43,6 +43,8 @@ _LIBC_WITH_LOCK = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's 
 # Made once, in the server: making a class or an array type for each program would cost a twentieth of its time.
 _CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
 _NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
+# Of root in a task container, over its own files and processes: chown, dac_override, fowner, fsetid, kill.
+FILE_CAPABILITIES = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5
 
 
 class _Filter(ctypes.Structure):
@@ -120,9 +122,16 @@ def forbid_new_privileges() -> None:
     _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
 
 
-def drop_bounding_set() -> None:
-    """Empty the bounding set: exec can no longer gain capabilities.  Needs CAP_SETPCAP."""
+def allow_tracers() -> None:
+    """Give the files of this process in /proc to its user again, after a change of user or `refuse_tracers`."""
+    _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, 1)
+
+
+def drop_bounding_set(keep: int = 0) -> None:
+    """Empty the bounding set but for some bits: exec can no longer gain capabilities.  Needs CAP_SETPCAP."""
     for capability in range(_LAST_CAPABILITY + 1):
+        if keep >> capability & 1:
+            continue
         try:
             _prctl("PR_CAPBSET_DROP", _PR_CAPBSET_DROP, capability)
         except OSError as error:
@@ -131,9 +140,10 @@ def drop_bounding_set() -> None:
             raise
 
 
-def drop_capabilities() -> None:
-    """Give up every capability for good."""
-    _call("capset", _CAPABILITY_HEADER, _NO_CAPABILITIES)
+def drop_capabilities(keep: int = 0) -> None:
+    """Give up every capability but these bits, of the first 32, for good."""
+    held = (ctypes.c_uint32 * 6)(keep, keep) if keep else _NO_CAPABILITIES
+    _call("capset", _CAPABILITY_HEADER, held)
     try:
         _prctl("PR_CAP_AMBIENT", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     except OSError as error:
@@ -253,14 +263,48 @@ _CHANGE_FILES = {
     "truncate": (76, 45),
 }
 _EXECUTE_CALLS = {"execve": (59, 221)}
+# What a shell, compilers and test runners need besides, in a container: its files, processes and sockets are its own.
+_OF_CONTAINERS = {
+    "execveat": (322, 281), "link": (86, -1), "linkat": (265, 37), "symlink": (88, -1), "symlinkat": (266, 36),
+    "mknod": (133, -1), "mknodat": (259, 33), "openat2": (437, 437), "utime": (132, -1), "utimes": (235, -1),
+    "futimesat": (261, -1), "fchmodat2": (452, 452), "sync": (162, 81), "syncfs": (306, 267),
+    "sync_file_range": (277, 84), "readahead": (187, 213), "splice": (275, 76), "tee": (276, 77),
+    "vmsplice": (278, 75), "preadv2": (327, 286), "pwritev2": (328, 287), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11),
+    "llistxattr": (195, 12), "flistxattr": (196, 13), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "inotify_init": (253, -1), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
+    "inotify_rm_watch": (255, 28), "sendmsg": (46, 211), "recvmsg": (47, 212), "sendmmsg": (307, 269),
+    "recvmmsg": (299, 243), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202),
+    "accept4": (288, 242), "setsockopt": (54, 208), "setsid": (112, 157), "setpgid": (109, 154),
+    "setpriority": (141, 140), "getpriority": (140, 141), "setrlimit": (160, 164), "setfsuid": (122, 151),
+    "setfsgid": (123, 152), "capget": (125, 90), "capset": (126, 91), "personality": (135, 92),
+    "signalfd": (282, -1), "signalfd4": (289, 74), "eventfd": (284, -1), "timerfd_create": (283, 85),
+    "timerfd_settime": (286, 86), "timerfd_gettime": (287, 87), "timer_create": (222, 107),
+    "timer_settime": (223, 110), "timer_gettime": (224, 108), "timer_getoverrun": (225, 109),
+    "timer_delete": (226, 111), "epoll_pwait2": (441, 441), "rt_sigsuspend": (130, 133),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pause": (34, -1), "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424), "get_robust_list": (274, 100), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_getattr": (315, 275),
+    "sched_setattr": (314, 274), "sched_rr_get_interval": (148, 127), "mlock": (149, 228), "mlock2": (325, 284),
+    "munlock": (150, 229), "mlockall": (151, 230), "munlockall": (152, 231), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192),
+}  # fmt: skip
+# They succeed without effect: a container has one user, and installers and archives name others.
+_WITHOUT_EFFECT = {
+    "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "setgroups": (116, 159),
+    "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143),
+    "setresuid": (117, 147), "setresgid": (119, 149),
+}  # fmt: skip
 _FORK = {"fork": (57, -1), "vfork": (58, -1)}
 _CLONE, _CLONE3, _PRCTL, _PRLIMIT, _IOCTL = (56, 220), (435, 435), (157, 167), (302, 261), (16, 29)
 _FCNTL = (72, 25)
-_SOCKETPAIR, _KILL, _TKILL, _TGKILL = (53, 199), (62, 129), (200, 130), (234, 131)
+_SOCKET, _SOCKETPAIR, _KILL, _TKILL, _TGKILL = (41, 198), (53, 199), (62, 129), (200, 130), (234, 131)
 
 _CLONE_THREAD, _CLONE_NEW_ANYTHING = 0x00010000, 0x7E020000
-_AF_UNIX = 1
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _PRCTL_OPTIONS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+# PDEATHSIG, DUMPABLE, CAPBSET_READ, TIMERSLACK, CHILD_SUBREAPER, NO_NEW_PRIVS, CAP_AMBIENT
+_PRCTL_OPTIONS_OF_CONTAINERS = (1, 2, 3, 4, 23, 29, 30, 36, 37, 38, 39, 47)
 # F_SETOWN, F_SETOWN_EX, F_SETSIG: signals to others; F_SETLEASE, F_NOTIFY; F_SETPIPE_SZ: a user's pipes share a limit
 # of pages, so that others would lack them.
 _NO_FCNTLS = (8, 15, 10, 1024, 1026, 1031)
@@ -282,6 +326,7 @@ class Calls:
     may_fork: bool = False
     may_change_files: bool = True  # mode, times, length by path: if it can only name its own files
     only_process: int = 0  # the only one that it may signal; 0: any that it sees, in a PID namespace of its own
+    is_contained: bool = False  # it has a root directory, a network and processes of its own (container_init.py)
 
 
 @lru_cache(maxsize=8)
@@ -301,16 +346,20 @@ def compile_filter(calls: Calls) -> bytes:
         program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL_PROCESS)]
     plain = {**_PLAIN, **(_CHANGE_FILES if calls.may_change_files else {})}
     plain = {**plain, **(_EXECUTE_CALLS if calls.may_execute else {}), **(_FORK if calls.may_fork else {})}
+    plain = {**plain, **(_OF_CONTAINERS if calls.is_contained else {})}
     for numbers in plain.values():
         if numbers[column] >= 0:
             program += [(_EQUAL, 0, 1, numbers[column]), allow]
     # glibc makes threads by clone3 or, if that fails, by clone, whose flags a filter can read.
     program += [(_EQUAL, 0, 1, _CLONE3[column]), unknown]
     program += _judged(_CLONE[column], 0, _judge_clone(may_fork=calls.may_fork, allow=allow, deny=deny))
-    program += _judged(_PRCTL[column], 0, _one_of(_PRCTL_OPTIONS, allow, deny))
+    options = _PRCTL_OPTIONS + (_PRCTL_OPTIONS_OF_CONTAINERS if calls.is_contained else ())
+    program += _judged(_PRCTL[column], 0, _one_of(options, allow, deny))
     program += _judged(_FCNTL[column], 1, _one_of(_NO_FCNTLS, deny, allow))
     program += _judged(_IOCTL[column], 1, _one_of(_IOCTLS, allow, (_RETURN, 0, 0, _ERRNO | errno.ENOTTY)))
     program += _judged(_SOCKETPAIR[column], 0, _one_of((_AF_UNIX,), allow, deny))
+    if calls.is_contained:
+        program += _judged_in_containers(column, allow, deny)
     # A process may read its limits, not set them: the pointer to new limits is null, in both halves.
     reads = [_argument(2), (_EQUAL, 0, 3, 0), _argument(2, upper=True), (_EQUAL, 0, 1, 0), allow, deny]
     program += _judged(_PRLIMIT[column], 0, [(_EQUAL, 0, len(reads) - 1, 0), *reads])
@@ -320,6 +369,16 @@ def compile_filter(calls: Calls) -> bytes:
         elif numbers is not _TKILL:
             program += _judged(numbers[column], 0, _one_of((calls.only_process,), allow, deny))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in [*program, deny])
+
+
+def _judged_in_containers(column: int, allow: Instruction, deny: Instruction) -> List[Instruction]:
+    """Sockets of kinds that stay inside, its own limits (not those of the first process), and what has no effect."""
+    program = _judged(_SOCKET[column], 0, _one_of((_AF_UNIX, _AF_INET, _AF_INET6), allow, deny))
+    program += _judged(_PRLIMIT[column], 0, _one_of((0,), allow, deny))
+    for numbers in _WITHOUT_EFFECT.values():
+        if numbers[column] >= 0:
+            program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO)]
+    return program
 
 
 def _argument(index: int, *, upper: bool = False) -> Instruction:

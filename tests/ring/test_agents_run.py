@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,9 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.prefixes import Member, PartialRollout, read_partials
 from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.protocol.types import Rollout
+from rlhpc.protocol.types import Int32, Rollout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, assert_the_audit_is_clean
-from tests.ring.run_kit import Run, rlhpc
+from tests.ring.run_kit import GONE_S, Run, rlhpc
 from tests.unit.doc_pages import ROOT, blocks, commands_of_block
 
 PAGE = ROOT / "docs" / "environments.md"
@@ -40,6 +43,63 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "examples", root / "examples")
     return root
+
+
+@pytest.mark.ring
+def test_what_mini_swe_agent_was_given_is_trained_through_the_death_of_a_generator_and_a_resume(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("minisweagent") is None:
+        pytest.skip("mini-swe-agent is not installed (extra 'examples')")
+    monkeypatch.setenv("PYTHONPATH", f"{place / 'examples'}:{ROOT}")
+    monkeypatch.chdir(place)
+    subprocess.run([sys.executable, "examples/mini_swe_agent.py", "swe"], check=True, cwd=place)
+    layout = RunLayout(place / "runs" / "swe")
+    run_file = Path(shutil.copy(place / "examples" / "mini_swe_agent.toml", place))
+    with Run(run_file, layout, *QUICK) as started:
+        status = started.wait_for_step(2)
+        os.kill(next(role["pid"] for role in status["roles"] if role["name"] == "generator-0"), signal.SIGKILL)
+        started.wait_for_step(status["step"] + 2)
+        started.process.kill()
+        started.assert_nothing_is_left(within_s=GONE_S)
+    with Run(run_file, layout, "--resume", *QUICK) as started:
+        started.wait_for_step(status["step"] + 4)
+        assert rlhpc("stop", str(layout.root)).returncode == 0
+        assert started.finish() == 0, started.story()
+        started.assert_nothing_is_left()
+        num_steps = started.status()["step"]
+    assert_full_batches_trained_once(layout.rollouts, num_steps, 2, 4)
+    assert_the_audit_is_clean(layout)
+    tasks = [json.loads(line) for line in (place / "swe" / "train.jsonl").read_text().splitlines()]
+    tokenizer, rewards = PromptTokenizer(place / "swe" / "model"), list[float]()
+    for resolved in read_rollouts_directory(layout.rollouts):
+        task = json.loads(resolved.group.prompt.reference)
+        assert task in tasks
+        for member in resolved.group.members:
+            said = [tokenizer.decode(turn) for turn in _turns(member.rollout)]
+            assert member.reward == _reward_of(task["files"], said), said
+            rewards.append(member.reward)
+    assert {0.0, 1.0} == {*rewards}
+
+
+def _turns(rollout: Rollout) -> list[Int32]:
+    """The policy's turns, tokens each."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], rollout.loss_mask.astype(int), [0]])))
+    return [rollout.token_ids[first:last] for first, last in edges.reshape(-1, 2)]
+
+
+def _reward_of(files: dict[str, str], said: Sequence[str]) -> float:
+    """What the repository's test says after these turns, by mini-swe-agent's rules, without it."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, text in files.items():
+            Path(directory, name).write_text(text)
+        for turn in said:
+            commands = re.findall(r"```mswea_bash_command\n(.*?)\n```", turn)
+            if len(commands) == 1:
+                done = subprocess.run(commands[0], shell=True, cwd=directory, capture_output=True, check=False)
+                if done.stdout.startswith(b"COMPLETE_TASK"):
+                    break
+        return float(subprocess.run(["sh", "test.sh"], cwd=directory, check=False).returncode == 0)
 
 
 @pytest.mark.long
@@ -143,7 +203,7 @@ def assert_every_reward_is_of_what_was_trained(layout: RunLayout, model: Path) -
         for member in resolved.group.members:
             rollout = member.rollout
             edges = np.flatnonzero(np.diff(np.concatenate([[0], rollout.loss_mask.astype(int), [0]])))
-            turns = [rollout.token_ids[first:last] for first, last in edges.reshape(-1, 2)]
+            turns = _turns(rollout)
             asked = [tokenizer.decode(rollout.token_ids[max(0, first - 3) : first])[0] for first in edges[::2]]
             assert len(turns) == 3
             assert [len(turn) for turn in turns] == [1, 1, 1]

@@ -33,7 +33,7 @@ def test_tools_and_own_environments_are_accepted() -> None:
     [
         (TOOLS | {"use_chat_template": False}, {"tools": ["calculator"]}, "use_chat_template=false.*legal: use_chat"),
         (TOOLS, {}, "needs environment.tools"),
-        (TOOLS, {"tools": ["browser"]}, "'browser' is no tool; legal: calculator, python, search, or package"),
+        (TOOLS, {"tools": ["browser"]}, "'browser' is no tool; legal: calculator, python, search, shell, or package"),
         (TOOLS, {"tools": ["search"]}, "environment.corpus=None .*go together"),
         (TOOLS, {"tools": ["calculator"], "corpus": "x.jsonl"}, "environment.corpus='x.jsonl' .*go together"),
         (

@@ -127,7 +127,7 @@ def test_the_reading_example_reads_a_segment(
     monkeypatch.setattr(sys, "argv", ["read_segments.py", str(tmp_path), str(tmp_path / "model")])
     runpy.run_path(str(EXAMPLES / "read_segments.py"))
     printed = capsys.readouterr().out
-    assert printed.startswith("11 groups, 3 trained")
+    assert printed.startswith("12 groups, 3 trained")
     assert "groups by staleness: {" in printed
 
 

@@ -48,10 +48,14 @@ from launch.run_files.run_state import figures_table
 from rlhpc.config.file import load_config
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.data.prompt_form import DialogueTemplate
+from rlhpc.data.record_source import read_records
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.environments import container
 from rlhpc.environments.tools import ToolEnvironment
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
+from rlhpc.rewards.environments import VARIABLE
 from rlhpc.rewards.math_answer import integer_arithmetic
+from tests.task_directories import reachable_directory
 from tests.tiny_models import make_tiny_checkpoint
 
 # ----------------------------------------------------- The demo's problems, their worked answers and the careless ones
@@ -294,7 +298,36 @@ def test_a_search_is_a_few_tokens_and_reads_as_it_was_written(tmp_path):
     tokens = tokenizer.encode_rendered(text)
     assert len(tokens) == 8
     assert tokenizer.decode(tokens, keep_special_tokens=True) == text
-    assert tokens.max() < lookup.VOCAB_SIZE
+    assert tokens.max() < lookup.SEARCH.vocab_size
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize(("looks", "reward"), [(True, 1.0), (False, 0.0)])
+def test_the_warm_start_for_containers_teaches_the_tokens_of_a_dialogue(tmp_path, monkeypatch, looks, reward):
+    tokens = lookup.SHELL.tokens
+    (key,) = lookup.codes(7, 1)
+    code = lookup.codes(7, 1)[key] if looks else "999"  # which it cannot know
+    with reachable_directory() as base:
+        lookup.write_tasks(base, 1, seed=7)
+        lookup.make_tokenizer(lookup.SHELL).save_pretrained(base / "model")
+        tokenizer = PromptTokenizer(base / "model")
+        own = {"images": str(base / "images"), "root_cache": str(base / "cache"), "tests_s": 60.0, "command_s": 60.0}
+        monkeypatch.setenv(VARIABLE, json.dumps({"container": own}))
+        container.place.cache_clear()
+        (record,) = read_records(base / "tasks")
+        task = container.ContainerEnvironment(EnvironmentConfig(tools=["shell"]))
+        assert asyncio.run(task.reset(record.fields)) == ()
+        first, *rest = lookup.SHELL.dialogue(key, code, looks)
+        assert "".join(first) == f"{record.fields['prompt']}\n>"
+        for turn, observation in zip(rest[::2], [*rest[1::2], None], strict=True):
+            ids = np.asarray([tokens.index(each) for each in turn[:-1] if each != "<eos>"], np.int32)
+            step = asyncio.run(task.step(tokenizer.decode(ids, keep_special_tokens=True)))
+            if observation is not None:
+                assert f":{step.messages[0]['content']}\n>" == "".join(observation)
+        asyncio.run(task.close())
+        container.place().containers.close()
+        container.place.cache_clear()
+    assert (step.is_done, step.reward) == (True, reward)
 
 
 def test_every_question_has_one_document_and_answers_cannot_be_guessed(tmp_path):

@@ -278,6 +278,7 @@ RUN_FILES = {
     "demo_lora": "Qwen2.5-0.5B",
     "demo_stages": "Qwen2.5-0.5B",
     "demo_tool": "Qwen2.5-0.5B",
+    "demo_container": "Qwen2.5-0.5B",
     "reasoning_gym": "Qwen2.5-0.5B",
 }
 CARDS = (24, 80, 141)

@@ -174,7 +174,10 @@ def test_a_limit_ends_a_dialogue_that_its_environment_would_go_on_with(host):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nothing", "is not an environment; legal: agent, gymnasium, tools, verifiers, package.module:Class"),
+        (
+            "nothing",
+            "is not an environment; legal: agent, container, gymnasium, tools, verifiers, package.module:Class",
+        ),
         ("sample_environments:Missing", "has no 'Missing'|has no function 'Missing'"),
         ("sample_environments:os", "not a subclass|cannot|no function"),
         ("sample_environments:Bare", "lacks step"),

@@ -103,7 +103,7 @@ REWARDS = (
 )  # fmt: skip
 
 ENVIRONMENTS = (
-    case("an environment that is none", both(CHAT, key("data.environment", "tolls", data__use_chat_template=True)), "data.environment='tolls'", "legal: agent, gymnasium, tools, verifiers"),
+    case("an environment that is none", both(CHAT, key("data.environment", "tolls", data__use_chat_template=True)), "data.environment='tolls'", "legal: agent, container, gymnasium, tools, verifiers"),
     case("a module without its environment", both(CHAT, module("class Game: pass\n", data={"environment": "mine", "use_chat_template": True})), "data.environment='mine'", "did you mean mine:CLASS? its classes: Game)"),
     case("tools without a chat template", key("data.environment", "tools", environment__tools=["calculator"]), "data.environment='tools'", "legal: use_chat_template=true"),
     case("tools without tools", both(CHAT, key("data.environment", "tools", data__use_chat_template=True)), "environment.tools"),
@@ -114,7 +114,7 @@ ENVIRONMENTS = (
     case("a prefix that is in no name", server(command=["files"], prefix="my."), "mcp.files.prefix='my.'", "legal: letters, digits, _ and -"),
     case("a server that nobody calls", key("mcp.files", {"command": ["files"]}), "mcp.files has no effect", 'data.environment="tools"'),
     case("a slow server", server(command=["files"], timeout_s=6.0), "mcp.files.timeout_s=6.0: twice that is not below the 10 s", "rewards.timeout_s"),
-    case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools=['browser']: 'browser' is no tool", "legal: calculator, python, search, or package.module:function of your own"),
+    case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools=['browser']: 'browser' is no tool", "legal: calculator, python, search, shell, or package.module:function of your own"),
     case("a tool that is not there", tools(f"def wether(city: str):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", "mine.py has no 'weather'", "did you mean wether?"),
     case("a tool as Python writes it", tools(f"def weather(city: str):\n{SAYS}", "mine.weather"), "environment.tools=['mine.weather']", "did you mean mine:weather?"),
     case("a tool with the name of another", tools(f"def search(city: str):\n{SAYS}", "mine:search"), "environment.tools=['mine:search']", "'mine:search' has the name of a tool of rlhpc; legal: another name"),
