@@ -119,7 +119,7 @@ SOAK = (pytest.mark.long, pytest.mark.soak)
     ("name", "max_staleness", "trainer", "algorithm"),
     [  # each staleness, backend and state that a checkpoint has to hold, in few runs
         pytest.param("alone", 1, {"backend": "reference"}, RENEWED),
-        pytest.param("adapters", 1, {"backend": "reference", "ema_decay": 0.8}, {"kl_coefficient": 0.5}),
+        pytest.param("adapters", 1, {"backend": "reference", "ema_decay": 0.8}, {"kl_coefficient": 0.5}, marks=LONG),
         pytest.param(
             "megatron-dp2", 0, {"backend": "megatron", "ema_decay": 0.8, **TWO_RANKS}, MINIBATCHES, marks=LONG
         ),

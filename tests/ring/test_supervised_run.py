@@ -128,7 +128,7 @@ def test_commands_that_look_at_runs_know_it(undisturbed: RunLayout) -> None:
 @pytest.mark.parametrize(
     "trainer",
     [
-        {"backend": "megatron", "num_ranks": 2, "tensor_parallel": 2},
+        pytest.param({"backend": "megatron", "num_ranks": 2, "tensor_parallel": 2}, marks=pytest.mark.long),
         {"backend": "deepspeed", "num_ranks": 2, "zero_stage": 2},
     ],
     ids=["megatron-tp2", "deepspeed-dp2"],
@@ -143,7 +143,7 @@ def test_ranks_of_every_backend_learn_what_one_rank_learns(
     assert (layout.model / "config.json").exists()
 
 
-@pytest.mark.parametrize("role", ["controller", "trainer"])
+@pytest.mark.parametrize("role", [pytest.param("controller", marks=pytest.mark.long), "trainer"])
 def test_a_run_whose_process_is_killed_ends_as_if_nothing_had_happened(
     lab: Lab, undisturbed: RunLayout, role: str
 ) -> None:
@@ -157,6 +157,7 @@ def test_a_run_whose_process_is_killed_ends_as_if_nothing_had_happened(
     assert same(run.layout, undisturbed)
 
 
+@pytest.mark.long
 def test_preferences_are_learnt_and_held_out_ones_told_of_also_after_a_killing(lab: Lab) -> None:
     """The loss of DPO over held-out pairs in batches of 60 and 30, by transformers in float64."""
     data, sections = lab.root / "preferences.jsonl", {}
@@ -192,7 +193,9 @@ def test_preferences_are_learnt_and_held_out_ones_told_of_also_after_a_killing(l
     assert re.search("preferences +accuracy 100%, margin ", rlhpc("report", str(layout.root)).stdout)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL], ids=lambda number: number.name
+)
 def test_a_run_that_was_ended_goes_on_to_the_same_model(
     lab: Lab, undisturbed: RunLayout, number: signal.Signals
 ) -> None:

@@ -20,7 +20,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("lab"))
 
 
-@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
+@pytest.mark.parametrize("placement", ["hetjob", pytest.param("jobs", marks=pytest.mark.long)])
 def test_a_stage_is_submitted_stopped_and_resumed_without_generators(
     slurm: DevCluster, lab: Lab, placement: str
 ) -> None:
@@ -42,6 +42,7 @@ def test_a_stage_is_submitted_stopped_and_resumed_without_generators(
     assert sorted(path.name for path in run.layout.logs.iterdir()) == ["controller-0", "slurm", "trainer-0"]
 
 
+@pytest.mark.long
 def test_an_rl_run_waits_in_the_queue_for_the_model_that_it_goes_on_from(slurm: DevCluster, lab: Lab) -> None:
     text = stage_file(lab, "unused", sft={"num_steps": 4, "evaluate_every": 2}).read_text()
     stage = {name: values for name, values in tomllib.loads(text).items() if name in ("demonstrations", "sft")}

@@ -23,7 +23,7 @@ NOT_RUN = {
     "make demo": "minutes; CI runs it on its own",
     "make quick": "would run this test",
     "make test": "would run this test",
-    "make test-all": "half an hour; CI runs it on its own",
+    "make test-all": "half an hour; before a release",
     "make check": "would run this test",
     "sudo apt-get install python3-venv make": "needs root",
     "python3 -m venv .venv": "installs; make setup does the same",

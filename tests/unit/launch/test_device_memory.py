@@ -665,6 +665,7 @@ TARGETS = ["attention", "mlp"], ["attention", "mlp", "output"]
 ARRANGEMENTS = list(product(("reference", "megatron"), ("float32", "bfloat16"), TARGETS, ("none", "full")))
 
 
+@pytest.mark.long
 @pytest.mark.starts
 def test_a_rank_with_adapters_takes_what_is_planned(tmp_path):
     """To the byte what is there all the time, padding apart; at the fullest moment of a step within a tenth."""
