@@ -141,13 +141,13 @@ class AdapterSlot:
             found.setdefault(place.layer, [None] * place.num_parts)[place.part] = pair
         return {layer: self._cut(layer, parts) for layer, parts in found.items()}
 
-    def _cut(self, layer: str, parts: list[Pair | None]) -> list[Pair | None]:
+    def _cut(self, name: str, parts: list[Pair | None]) -> list[Pair | None]:
         """Cut a module in vLLM's parts of it, which have A in common: queries, keys and values of a Gated DeltaNet."""
-        counts = _CUT.get(layer.rpartition(".")[2])
+        counts = _CUT.get(name.rpartition(".")[2])
         if counts is None or len(counts) != len(parts):
             return parts
-        rooms, cut = iter(_buffers(self._layers[layer])), list[Pair | None]()
-        ranks = getattr(self._layers[layer], "tp_size", 1)
+        rooms, cut = iter(_buffers(self._layers[name])), list[Pair | None]()
+        ranks = getattr(self._layers[name], "tp_size", 1)
         for pair, count in zip(parts, counts, strict=True):
             sizes = [ranks * next(rooms).b.shape[-2] for _ in range(count)]
             if pair is not None and sum(sizes) != pair.b.shape[0]:

@@ -53,8 +53,8 @@ def test_steps_begin_with_what_is_finished_and_train_everything_once(tmp_path: P
 )
 def test_staleness_zero_is_synchronous_with_one_version_a_rollout(lab: Lab, engine: str) -> None:
     layout = run_to_the_end(
-        lab, "synchronous", run={"num_steps": 3}, generation={"engine": engine}, admission={"max_staleness": 0},
-        trainer={"device": "auto"}, weights={"timeout_s": 60.0},
+        lab, f"synchronous-{engine}", run={"num_steps": 3}, generation={"engine": engine},
+        admission={"max_staleness": 0}, trainer={"device": "auto"}, weights={"timeout_s": 60.0},
     )  # fmt: skip
     assert_full_batches_trained_once(layout.rollouts, 3, 4, 4)
     for rollout in consumed(layout.rollouts):

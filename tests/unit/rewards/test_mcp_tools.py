@@ -140,7 +140,7 @@ def test_prompts_tell_of_tools_of_servers_and_carry_their_digest(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
     config = build.config(
         data={"path": tmp_path / "train.jsonl", "task": "regex", "environment": "tools", "use_chat_template": True},
-        environment={"tools": ["calculator"]}, mcp={"one": command(tools=["add"])},
+        environment={"tools": ["calculator"]}, mcp={"one": command(tools=["add"])}, rewards={"timeout_s": 60.0},
         model={"path": tmp_path / "model"},
         generation={"max_prompt_tokens": 1900}, trainer={"token_budget": 2000},
     )  # fmt: skip

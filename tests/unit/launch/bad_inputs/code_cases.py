@@ -113,7 +113,7 @@ ENVIRONMENTS = (
     case("a key in the address of a server", server(url="http://me:secret@node7/mcp"), "mcp.files.url=…; legal: http://HOST:PORT/mcp", "without a key in it"),
     case("a prefix that is in no name", server(command=["files"], prefix="my."), "mcp.files.prefix='my.'", "legal: letters, digits, _ and -"),
     case("a server that nobody calls", key("mcp.files", {"command": ["files"]}), "mcp.files has no effect", 'data.environment="tools"'),
-    case("a slow server", server(command=["files"], timeout_s=6.0), "mcp.files.timeout_s=6.0: twice that is not below the 10 s", "rewards.timeout_s"),
+    case("a slow server", server(command=["files"], timeout_s=6.0), "mcp.files.timeout_s=6: twice that is not below the 10 s", "rewards.timeout_s"),
     case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools=['browser']: 'browser' is no tool", "legal: calculator, python, search, shell, or package.module:function of your own"),
     case("a tool that is not there", tools(f"def wether(city: str):\n{SAYS}", "mine:weather"), "environment.tools='mine:weather'", "mine.py has no 'weather'", "did you mean wether?"),
     case("a tool as Python writes it", tools(f"def weather(city: str):\n{SAYS}", "mine.weather"), "environment.tools=['mine.weather']", "did you mean mine:weather?"),
