@@ -73,7 +73,7 @@ class ToolSession:
         except _AWAY as error:
             await self.close()
             raise ToolServerAway(f"mcp.{self._name}: it cannot be asked: {_words(error)}") from error
-        except BaseException:
+        except BaseException:  # nothing is survived, but no session may be left open
             await self.close()
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from launch.verify.evidence import Depth
 from launch.verify.report import CheckVerdict
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.journal import read_journals
+from rlhpc.buffer.segments import read_rollouts_directory
+from rlhpc.data.tokenizer import PromptTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,27 @@ def assert_the_audit_is_clean(layout: RunLayout) -> None:
     audit = audit_run(layout, Depth(), lambda text: None)
     broken = [check for check in audit.checks if check.verdict is CheckVerdict.VIOLATED and check.name != "files"]
     assert not broken, as_table(layout, audit)
+
+
+def assert_looking_is_learnt(layout: RunLayout, model: Path, look: str) -> None:
+    """A policy that mostly guessed is right in the end, since it looks; look: what it says first where it does."""
+    tokenizer = PromptTokenizer(model)
+    call = int(tokenizer.encode_rendered(look)[0])
+    rewards, searches = defaultdict[int, list[float]](list), defaultdict[int, list[bool]](list)
+    for resolved in read_rollouts_directory(layout.rollouts):
+        for member in resolved.group.members:
+            rollout = member.rollout
+            rewards[resolved.group.admitted_version].append(member.reward)
+            own = rollout.token_ids[rollout.loss_mask]
+            searches[resolved.group.admitted_version].append(bool((own == call).any()))
+            assert rollout.loss_mask[-1]
+            assert (rollout.behaviour_logprobs[~rollout.loss_mask] == 0).all()
+    versions = sorted(rewards)
+    latest = versions[-4:]  # of the last one, the end of the run leaves a few that were short
+    last = np.concatenate([rewards[version] for version in latest])
+    assert np.mean(rewards[versions[0]]) <= 0.3
+    assert np.mean(last) >= 0.8
+    assert np.mean(searches[versions[0]]) < np.mean(np.concatenate([searches[version] for version in latest]))
 
 
 def _rollouts_of(path: Path) -> list[RolloutOnDisk]:

@@ -24,7 +24,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.prefixes import Member, PartialRollout, read_partials
 from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.protocol.types import Int32, Rollout
+from rlhpc.protocol.types import Rollout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, assert_the_audit_is_clean
 from tests.ring.run_kit import GONE_S, Run, rlhpc
 from tests.unit.doc_pages import ROOT, blocks, commands_of_block
@@ -76,16 +76,10 @@ def test_what_mini_swe_agent_was_given_is_trained_through_the_death_of_a_generat
         task = json.loads(resolved.group.prompt.reference)
         assert task in tasks
         for member in resolved.group.members:
-            said = [tokenizer.decode(turn) for turn in _turns(member.rollout)]
+            said = [tokenizer.decode(turn) for turn in turns_of(member.rollout)]
             assert member.reward == _reward_of(task["files"], said), said
             rewards.append(member.reward)
     assert {0.0, 1.0} == {*rewards}
-
-
-def _turns(rollout: Rollout) -> list[Int32]:
-    """The policy's turns, tokens each."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], rollout.loss_mask.astype(int), [0]])))
-    return [rollout.token_ids[first:last] for first, last in edges.reshape(-1, 2)]
 
 
 def _reward_of(files: dict[str, str], said: Sequence[str]) -> float:
@@ -203,7 +197,7 @@ def assert_every_reward_is_of_what_was_trained(layout: RunLayout, model: Path) -
         for member in resolved.group.members:
             rollout = member.rollout
             edges = np.flatnonzero(np.diff(np.concatenate([[0], rollout.loss_mask.astype(int), [0]])))
-            turns = _turns(rollout)
+            turns = turns_of(rollout)
             asked = [tokenizer.decode(rollout.token_ids[max(0, first - 3) : first])[0] for first in edges[::2]]
             assert len(turns) == 3
             assert [len(turn) for turn in turns] == [1, 1, 1]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -17,7 +16,7 @@ from launch.demo.lookup import CALL, make_lookup_model, write_dataset
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.data.tokenizer import PromptTokenizer
-from tests.ring.rollouts_on_disk import assert_the_audit_is_clean
+from tests.ring.rollouts_on_disk import assert_looking_is_learnt, assert_the_audit_is_clean
 from tests.ring.run_kit import ROOT, Run, rlhpc
 
 pytestmark = [pytest.mark.ring, pytest.mark.vllm, pytest.mark.long, pytest.mark.soak]
@@ -58,27 +57,7 @@ def demo(model: Path) -> tuple[RunLayout, Path]:
 
 
 def test_a_model_learns_to_use_a_tool(demo: tuple[RunLayout, Path]) -> None:
-    layout, model = demo
-    tokenizer = PromptTokenizer(model)
-    call = int(tokenizer.encode_rendered(CALL)[0])
-    rewards, searches = defaultdict[int, list[float]](list), defaultdict[int, list[bool]](list)
-    for resolved in read_rollouts_directory(layout.rollouts):
-        for member in resolved.group.members:
-            rollout = member.rollout
-            rewards[resolved.group.admitted_version].append(member.reward)
-            own = rollout.token_ids[rollout.loss_mask]
-            searches[resolved.group.admitted_version].append(bool((own == call).any()))
-            assert rollout.loss_mask[-1]
-            assert (rollout.behaviour_logprobs[~rollout.loss_mask] == 0).all()
-    versions = sorted(rewards)
-    first, latest = (
-        rewards[versions[0]],
-        versions[-4:],
-    )  # of the last one, the end of the run leaves a few that were short
-    last = np.concatenate([rewards[version] for version in latest])
-    assert np.mean(first) <= 0.3
-    assert np.mean(last) >= 0.8
-    assert np.mean(searches[versions[0]]) < np.mean(np.concatenate([searches[version] for version in latest]))
+    assert_looking_is_learnt(*demo, CALL)
 
 
 def test_the_audit_of_a_run_of_dialogues_is_clean(demo: tuple[RunLayout, Path]) -> None:
